@@ -1,0 +1,1 @@
+"""Tests of Livebed, by kind: unit, contract, system; and benchmarks."""
