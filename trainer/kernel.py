@@ -6,7 +6,7 @@ compiler reorder sums, which is what makes dot products use the whole vector uni
 """
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from numba import njit
 
@@ -15,11 +15,9 @@ F = TypeVar("F", bound=Callable[..., object])
 
 def kernel(function: F) -> F:
     """Compile to machine code with exact IEEE arithmetic; runs without the GIL."""
-    compiled: F = njit(nogil=True, cache=True, error_model="numpy")(function)
-    return compiled
+    return cast("F", njit(nogil=True, cache=True, error_model="numpy")(function))
 
 
 def kernel_fast(function: F) -> F:
     """Compile to machine code with reordered float sums; must not be asked about NaN."""
-    compiled: F = njit(nogil=True, cache=True, error_model="numpy", fastmath=True)(function)
-    return compiled
+    return cast("F", njit(nogil=True, cache=True, error_model="numpy", fastmath=True)(function))

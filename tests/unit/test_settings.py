@@ -1,0 +1,67 @@
+from pathlib import Path
+
+import pytest
+
+from trainer.errors import SettingsError
+from trainer.settings import Settings
+
+MINIMAL = """
+tables: {user: {width: 8}}
+features: {user: {kind: categorical}}
+"""
+
+
+def load(
+    tmp_path: Path, text: str = MINIMAL, environment: dict[str, str] | None = None, **overrides: object
+) -> Settings:
+    path = tmp_path / "livebed.yaml"
+    path.write_text(text)
+    dotted = {key.replace("__", "."): value for key, value in overrides.items()}
+    return Settings.load(path, dotted, environment or {})
+
+
+def test_flag_beats_environment_beats_file_beats_default(tmp_path: Path) -> None:
+    text = MINIMAL + "serving: {http_port: 1111, grpc_port: 2222}\n"
+    environment = {"LIVEBED_SERVING__HTTP_PORT": "3333", "LIVEBED_SERVING__ADMIN_PORT": "4444"}
+    settings = load(tmp_path, text, environment, serving__admin_port=5555)
+    serving = settings.serving
+    assert (serving.grpc_port, serving.http_port, serving.admin_port, serving.workers) == (2222, 3333, 5555, 1)
+
+
+def test_the_redis_url_has_its_well_known_name(tmp_path: Path) -> None:
+    settings = load(tmp_path, environment={"LIVEBED_REDIS_URL": "redis://localhost:6379/0"})
+    assert settings.stream.url == "redis://localhost:6379/0"
+
+
+@pytest.mark.parametrize(
+    ("text", "field", "said"),
+    [
+        ("features: {u: {kind: categorical}}", "tables", "this key is required"),
+        (MINIMAL + "serving: {http_port: high}", "serving.http_port", "valid integer"),
+        (MINIMAL + "servnig: {}", "servnig", "Extra inputs are not permitted"),
+        ("tables: {user: {width: 0}}\nfeatures: {user: {kind: categorical}}", "tables.user.width", "greater than"),
+        (MINIMAL + "serving: {host: 0.0.0.0}", "serving", "not a loopback address"),
+        ("[1, 2]", "livebed.yaml", "a YAML mapping"),
+        ("a: [", "livebed.yaml", "YAML"),
+    ],
+)
+def test_a_bad_value_names_its_field_and_what_was_wanted(tmp_path: Path, text: str, field: str, said: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        load(tmp_path, text)
+    assert field in str(caught.value)
+    assert said in str(caught.value)
+
+
+def test_a_misspelt_environment_variable_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="htp_port"):
+        load(tmp_path, environment={"LIVEBED_SERVING__HTP_PORT": "1"})
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="nowhere.yaml"):
+        Settings.load(tmp_path / "nowhere.yaml", {}, {})
+
+
+def test_settings_survive_the_way_to_a_child_process(tmp_path: Path) -> None:
+    settings = load(tmp_path, MINIMAL.replace("8", "8, budget_bytes: 64MiB"))
+    assert Settings.model_validate_json(settings.model_dump_json()) == settings

@@ -1,0 +1,300 @@
+"""JSON -> RawEvents: one object, an array, NDJSON lines, or columns; each bad event is refused alone.
+
+The schema becomes msgspec types once, so that names, types, lengths and unknown fields are checked in C while
+parsing. A body that is not JSON raises BadEvent("malformed"); an event that is not valid becomes a Rejection.
+
+    {"features": {"user_id": 7, "video_id": "v1"}, "label": 1, "event_id": "e1", "time_ms": 1650000000000}
+    {"entity": "video", "id": "v1", "features": {"duration_ms": 15000}}
+    {"columns": {"user_id": [7, 8], "video_id": ["v1", "v2"]}, "labels": [1, 0]}
+"""
+
+import re
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from trainer.errors import BadEvent
+from trainer.events import InputColumn, Inputs, RawEvents, Rejection
+from trainer.hashing import hash_values
+from trainer.schema import Input, Schema
+
+MAX_STRING = 256
+MAX_MAGNITUDE = 1e18  # a number past this is a mistake; times in microseconds still fit
+MIN_INTEGER, MAX_INTEGER = -(2**63), 2**63 - 1
+MAX_TIME_MS = 253_402_300_799_999  # the year 9999
+PATH = re.compile(r" - at `\$?(.*)`$", re.DOTALL)
+
+Text = Annotated[str, msgspec.Meta(max_length=MAX_STRING)]
+Id = Annotated[int, msgspec.Meta(ge=MIN_INTEGER, le=MAX_INTEGER)] | Text
+Number = Annotated[float, msgspec.Meta(ge=-MAX_MAGNITUDE, le=MAX_MAGNITUDE)]
+TimeMs = Annotated[int, msgspec.Meta(ge=0, le=MAX_TIME_MS)]
+VALUE_TYPES: dict[str, Any] = {"id": Id, "number": Number}
+
+
+def value_type(spec: Input) -> Any:
+    """The msgspec type of one input's value."""
+    if spec.kind == "ids":
+        return Annotated[list[Id], msgspec.Meta(max_length=spec.size)]
+    if spec.kind == "vector":
+        return Annotated[list[Number], msgspec.Meta(min_length=spec.size, max_length=spec.size)]
+    return VALUE_TYPES[spec.kind]
+
+
+class EventParser:
+    """Parses events of one schema; `Row` is the msgspec type of a row of inputs (None: not given)."""
+
+    def __init__(self, schema: Schema) -> None:
+        self.schema = schema
+        self._attributes = [f"f{k}" for k in range(len(schema.inputs))]
+        rename = {a: spec.name for a, spec in zip(self._attributes, schema.inputs, strict=True)}
+        options: dict[str, Any] = {"forbid_unknown_fields": True, "gc": False}
+        types = [value_type(spec) for spec in schema.inputs]
+        self.Row: Any = msgspec.defstruct(
+            "Row", [(a, t | None, None) for a, t in zip(self._attributes, types, strict=True)], rename=rename, **options
+        )
+        column_types: list[Any] = [(a, _list_of(t) | None, None) for a, t in zip(self._attributes, types, strict=True)]
+        columns = msgspec.defstruct("Columns", column_types, rename=rename, **options)
+        event_type: Any = msgspec.defstruct("Event", _event_fields(self.Row), **options)
+        table_type: Any = msgspec.defstruct("Table", _table_fields(columns), **options)
+        self._event = msgspec.json.Decoder(event_type)
+        self._events = msgspec.json.Decoder(list[event_type])
+        self._table = msgspec.json.Decoder(table_type)
+        self._raws = msgspec.json.Decoder(list[msgspec.Raw])
+
+    def parse(
+        self, body: bytes, *, accepted_us: int, max_events: int | None = None
+    ) -> tuple[RawEvents, list[Rejection]]:
+        """All valid events of a body, and why the others were refused.
+
+        Raises:
+            BadEvent: `malformed` (not JSON), `invalid` (columns that do not fit), `too_many` (over max_events).
+        """
+        text = body.strip()
+        if not text:
+            raise BadEvent("malformed", "the body is empty")
+        if text.startswith(b"{") and b'"columns"' in text[:4096] and self._is_table(text):
+            raw = self._parse_table(text, accepted_us)
+            _check_count(raw.inputs.count, max_events)
+            return raw, []
+        events, places, rejected = self._parse_events(text, max_events)
+        return self._raw_events(events, places, rejected, accepted_us)
+
+    def inputs(self, rows: Sequence[Any]) -> Inputs:
+        """Rows (of type `Row`) -> columns."""
+        columns = {}
+        for attribute, spec in zip(self._attributes, self.schema.inputs, strict=True):
+            column = _column(spec, list(map(attrgetter(attribute), rows)))
+            if column is not None:
+                columns[spec.name] = column
+        return Inputs(len(rows), columns)
+
+    def _is_table(self, text: bytes) -> bool:
+        try:
+            return "columns" in msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+        except msgspec.DecodeError:
+            return False
+
+    def _parse_events(self, text: bytes, max_events: int | None) -> tuple[list[Any], list[int], list[Rejection]]:
+        """Valid events with their places, and the refused ones. The fast way first: all at once, all valid."""
+        try:
+            events = self._events.decode(text) if text.startswith(b"[") else self._event.decode_lines(text)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return self._parse_one_by_one(text, max_events)
+        _check_count(len(events), max_events)
+        return events, list(range(len(events))), []
+
+    def _parse_one_by_one(self, text: bytes, max_events: int | None) -> tuple[list[Any], list[int], list[Rejection]]:
+        items = self._split(text)
+        _check_count(len(items), max_events)
+        events, places, rejected = [], [], []
+        for index, item in enumerate(items):
+            try:
+                events.append(self._event.decode(item))
+                places.append(index)
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                rejected.append(Rejection(index, *describe(error)))
+        return events, places, rejected
+
+    def _split(self, text: bytes) -> Sequence[bytes | msgspec.Raw]:
+        if text.startswith(b"["):
+            try:
+                return self._raws.decode(text)
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+                raise BadEvent("malformed", f"the body is not valid JSON: {error}") from None
+        lines = [line for line in text.split(b"\n") if line.strip()]
+        if len(lines) <= 1:  # one object: not JSON at all is the body's fault, not an event's
+            try:
+                msgspec.json.decode(text, type=msgspec.Raw)
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+                raise BadEvent("malformed", f"the body is not valid JSON: {error}") from None
+        return lines
+
+    def _parse_table(self, text: bytes, accepted_us: int) -> RawEvents:
+        try:
+            table = self._table.decode(text)
+        except msgspec.ValidationError as error:
+            raise BadEvent(*describe(error)) from None
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise BadEvent("malformed", f"the body is not valid JSON: {error}") from None
+        count = len(table.labels)
+        columns = {}
+        for attribute, spec in zip(self._attributes, self.schema.inputs, strict=True):
+            values = getattr(table.columns, attribute)
+            if values is None:
+                continue
+            _check_length(f"columns.{spec.name}", values, count)
+            column = _column(spec, values)
+            if column is not None:
+                columns[spec.name] = column
+        for name in ("event_ids", "times_ms"):
+            _check_length(name, getattr(table, name) or table.labels, count)
+        labels = self._labels([float(label) for label in table.labels])
+        if np.isnan(labels).any():
+            raise BadEvent("bad_label", _label_sentence(table.labels[int(np.isnan(labels).argmax())]))
+        times = np.array(table.times_ms or [0] * count, np.int64)
+        return _examples(Inputs(count, columns), labels, times, table.event_ids or [None] * count, accepted_us)
+
+    def _raw_events(
+        self, events: list[Any], places: list[int], rejected: list[Rejection], accepted_us: int
+    ) -> tuple[RawEvents, list[Rejection]]:
+        reasons = [self._refuse(event) for event in events]
+        if any(reasons):
+            rejected = rejected + [Rejection(p, *r) for p, r in zip(places, reasons, strict=True) if r is not None]
+            rejected.sort(key=lambda rejection: rejection.index)
+            events = [event for event, reason in zip(events, reasons, strict=True) if reason is None]
+        empty = self.Row()
+        raw = _examples(
+            self.inputs([event.features or empty for event in events]),
+            self._labels([float("nan") if event.label is None else float(event.label) for event in events]),
+            np.array([event.time_ms or 0 for event in events], np.int64),
+            [event.event_id for event in events],
+            accepted_us,
+        )
+        for b, event in enumerate(events):
+            if event.entity is not None:
+                entity = self.schema.entity(event.entity)
+                raw.entity_B[b] = -1 if entity is None else entity.index
+                raw.entity_id_B[b] = hash_values([event.id])[0]
+        return raw, rejected
+
+    def _refuse(self, event: Any) -> tuple[str, str] | None:
+        """Why an event that parses cannot be learned from, or None."""
+        if event.entity is not None:
+            return self._refuse_feature_event(event)
+        if event.id is not None:
+            return "invalid", "`id` belongs to a feature event, which also names its `entity`"
+        if event.label is None:
+            return "missing_label", "an example needs `label`; a feature event needs `entity` and `id`"
+        if np.isnan(self._labels([float(event.label)])[0]):
+            return "bad_label", _label_sentence(event.label)
+        return None
+
+    def _refuse_feature_event(self, event: Any) -> tuple[str, str] | None:
+        if self.schema.entity(event.entity) is None:
+            known = ", ".join(entity.name for entity in self.schema.entities) or "none declared"
+            return "unknown_entity", f"entity {event.entity!r} is unknown; entities: {known}"
+        if event.id is None:
+            return "invalid", "a feature event needs `id`, the id of its entity"
+        return None if event.label is None else ("invalid", "a feature event has no label")
+
+    def _labels(self, labels: list[float]) -> npt.NDArray[np.float32]:
+        """float32 labels, 0 or 1; NaN where a label is no outcome."""
+        threshold = self.schema.label_threshold
+        values = np.array(labels, np.float64)
+        if threshold is not None:
+            return np.where(np.isnan(values), np.nan, values >= threshold).astype(np.float32)
+        return np.where((values == 0) | (values == 1), values, np.nan).astype(np.float32)
+
+
+def _list_of(item: Any) -> Any:
+    return list[item | None]
+
+
+def _event_fields(row: Any) -> list[tuple[str, Any, Any]]:
+    return [
+        ("features", row | None, None),
+        ("label", bool | Number | None, None),
+        ("event_id", Text | None, None),
+        ("time_ms", TimeMs | None, None),
+        ("entity", Text | None, None),
+        ("id", Id | None, None),
+    ]
+
+
+def _table_fields(columns: Any) -> list[Any]:
+    return [
+        ("columns", columns),
+        ("labels", list[bool | Number]),
+        ("event_ids", list[Text | None] | None, None),
+        ("times_ms", list[TimeMs] | None, None),
+    ]
+
+
+def _examples(
+    inputs: Inputs,
+    labels_B: npt.NDArray[np.float32],
+    times: npt.NDArray[np.int64],
+    event_ids: list[str | None],
+    accepted_us: int,
+) -> RawEvents:
+    count = inputs.count
+    keys = np.zeros(count, np.uint64)
+    if any(event_id is not None for event_id in event_ids):
+        hashed = hash_values([event_id or "" for event_id in event_ids]).view(np.uint64)
+        keys = np.where([event_id is not None for event_id in event_ids], hashed, np.uint64(0))
+    return RawEvents(
+        inputs=inputs,
+        labels_B=labels_B,
+        event_time_ms_B=times,
+        accepted_us_B=np.full(count, accepted_us, np.int64),
+        event_key_B=keys,
+        entity_B=np.full(count, -1, np.int16),
+        entity_id_B=np.zeros(count, np.int64),
+    )
+
+
+def _column(spec: Input, values: list[Any]) -> InputColumn | None:
+    """One input's values (None: not given) as a column; None when no row gives it."""
+    given = np.ones(len(values), np.bool_)
+    if None in values:
+        given = np.array([value is not None for value in values], np.bool_)
+        values = [value for value in values if value is not None]
+        if not values:
+            return None
+    if spec.kind == "id":
+        return InputColumn(given, ids=hash_values(values))
+    if spec.kind == "ids":
+        lengths = np.fromiter(map(len, values), np.int32, len(values))
+        return InputColumn(given, ids=hash_values([item for value in values for item in value]), lengths=lengths)
+    return InputColumn(given, numbers=np.array(values, np.float64).ravel())
+
+
+def describe(error: Exception) -> tuple[str, str]:
+    """A msgspec error as (code, sentence); the sentence ends in the JSON path of the value."""
+    text = str(error)
+    if not isinstance(error, msgspec.ValidationError):
+        return "malformed", f"not valid JSON: {text}"
+    path = PATH.search(text)
+    where = path.group(1).lstrip(".") if path else ""
+    sentence = PATH.sub("", text)
+    if "unknown field" in sentence:
+        return "unknown_feature", f"{sentence}" + (f" in {where}" if where else "")
+    return "invalid", f"{where}: {sentence}" if where else sentence
+
+
+def _label_sentence(label: object) -> str:
+    return f"label is {label!r}, wanted 0 or 1 (set label.threshold for other numbers)"
+
+
+def _check_count(count: int, max_events: int | None) -> None:
+    if max_events is not None and count > max_events:
+        raise BadEvent("too_many", f"{count} events, at most {max_events} a request")
+
+
+def _check_length(name: str, values: Sequence[Any], count: int) -> None:
+    if len(values) != count:
+        raise BadEvent("invalid", f"{name} has {len(values)} values, labels has {count}")

@@ -1,0 +1,328 @@
+"""The one configuration model: a file, the environment and flags, validated before anything starts.
+
+Order of precedence: flag > environment (`LIVEBED_SERVING__HTTP_PORT=9000`, `__` goes one level down)
+> file (`livebed.yaml`) > default. Read once at the edge with `Settings.load`, frozen, passed down.
+"""
+
+import os
+from collections.abc import Mapping
+from copy import deepcopy
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, model_validator
+
+from trainer.errors import SettingsError
+
+ENVIRONMENT_PREFIX = "LIVEBED_"
+# Short names that people already have in their environment, and the CLI's own, which is no setting.
+ENVIRONMENT_ALIASES = {"REDIS_URL": "STREAM__URL"}
+ENVIRONMENT_IGNORED = frozenset({"CONFIG"})
+TIME_INPUT = "$time"  # a feature whose source is this reads the event's own time, in ms since 1970 UTC
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.-]{0,63}$")]
+
+
+class Frozen(BaseModel):
+    """Base of every section: unknown keys are errors, values cannot change."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class RowOptimizer(Frozen):
+    """Row-wise Adagrad of embedding rows: one accumulator a row (fbgemm's EXACT_ROWWISE_ADAGRAD)."""
+
+    lr: float = Field(0.1, gt=0)
+    initial_accumulator: float = Field(0.03, ge=0)
+    eps: float = Field(1e-8, gt=0)
+
+
+class TableSettings(Frozen):
+    """An embedding table: a bounded number of rows over an unbounded id space."""
+
+    width: int = Field(16, ge=1, le=1024)
+    capacity: int | None = Field(None, ge=64, lt=2**31)
+    budget_bytes: ByteSize | None = None
+    init_std: float = Field(0.05, ge=0)
+    ttl_s: float | None = Field(None, gt=0)
+    dtype: Literal["float32"] = "float32"
+    optimizer: RowOptimizer = RowOptimizer()
+
+    @model_validator(mode="after")
+    def _one_size(self) -> Self:
+        if self.capacity is not None and self.budget_bytes is not None:
+            raise ValueError("give capacity or budget_bytes, not both")
+        return self
+
+
+class EntitySettings(Frozen):
+    """What is known of a user or an item: its key is the value of one id feature."""
+
+    key: Name
+    capacity: int = Field(100_000, ge=64, lt=2**31)
+
+
+class CategoricalFeature(Frozen):
+    """One id: a string or an integer, or a number that a transform turns into a bucket.
+
+    `log2`: round(log2(max(value, 1))); `bucket`: floor(value / bucket_width); `hour` and `weekday`: of a
+    time in ms since 1970 UTC. A missing value learns a row of its own (the id of the empty string).
+    """
+
+    kind: Literal["categorical"]
+    table: Name | None = None
+    source: str | None = None
+    transform: Literal["none", "log2", "bucket", "hour", "weekday"] = "none"
+    bucket_width: float = Field(1.0, gt=0)
+    entity: Name | None = None
+
+
+class ListFeature(Frozen):
+    """Up to `max_length` ids of one table, pooled into one row; a missing or empty list is zeros."""
+
+    kind: Literal["list"]
+    table: Name | None = None
+    source: str | None = None
+    max_length: int = Field(16, ge=1, le=256)
+    pooling: Literal["mean", "sum"] = "mean"
+    entity: Name | None = None
+
+
+class NumericFeature(Frozen):
+    """One number. `log1p`: sign(v) * log(1 + |v|); `standard`: (v - mean) / std. Missing: `default`, untransformed."""
+
+    kind: Literal["numeric"]
+    source: str | None = None
+    transform: Literal["none", "log1p", "standard"] = "none"
+    mean: float = 0.0
+    std: float = Field(1.0, gt=0)
+    default: float = 0.0
+    entity: Name | None = None
+
+
+class VectorFeature(Frozen):
+    """A raw vector of `width` numbers, fed to the network as it is; missing: zeros."""
+
+    kind: Literal["vector"]
+    width: int = Field(ge=1, le=4096)
+    source: str | None = None
+    entity: Name | None = None
+
+
+FeatureSettings = Annotated[
+    CategoricalFeature | ListFeature | NumericFeature | VectorFeature, Field(discriminator="kind")
+]
+
+
+class LabelSettings(Frozen):
+    """The outcome: 0 or 1; with a threshold, any number, and 1 means at or above it."""
+
+    name: str = "label"
+    threshold: float | None = None
+
+
+class DenseOptimizer(Frozen):
+    """Optimizer of the dense weights, which every event updates."""
+
+    kind: Literal["adagrad", "sgd"] = "adagrad"
+    lr: float = Field(0.04, gt=0)
+    initial_accumulator: float = Field(0.01, ge=0)
+    eps: float = Field(1e-8, gt=0)
+
+
+class WideSettings(Frozen):
+    """FTRL-proximal of the wide weights (per id, and per hashed pair)."""
+
+    alpha: float = Field(0.07, gt=0)
+    beta: float = Field(1.0, ge=0)
+    l1: float = Field(0.0, ge=0)
+    l2: float = Field(0.0, ge=0)
+
+
+class ModelSettings(Frozen):
+    """The CTR net. Switches give LR (`hidden: [], cross_layers: 0`), FM, DeepFM-like and DCN-V2."""
+
+    family: Literal["ctr", "dlrm"] = "ctr"
+    wide: bool = True
+    wide_optimizer: WideSettings = WideSettings()
+    pairs: list[tuple[Name, Name]] | Literal["all"] = []
+    pair_bits: int = Field(18, ge=8, le=28)
+    fm: bool = False
+    cross_layers: int = Field(1, ge=0, le=4)
+    cross_rank: int = Field(8, ge=1, le=256)
+    hidden: list[Annotated[int, Field(ge=1, le=4096)]] = Field([64, 32], max_length=3)
+    optimizer: DenseOptimizer = DenseOptimizer()
+    bias_lr: float = Field(0.1, ge=0)
+    seed: int = Field(0, ge=0)
+
+
+class StreamSettings(Frozen):
+    """The event log (a Redis or Valkey stream) and how the trainer reads it."""
+
+    url: str | None = None  # none: the supervisor starts the embedded broker
+    key: str = "livebed:events"
+    max_batch: int = Field(256, ge=1, le=8192)
+    linger_ms: float = Field(0.0, ge=0, le=1000)
+    dead_letter_max: int = Field(10_000, ge=0)
+
+
+class CheckpointSettings(Frozen):
+    """How often the trainer saves, and how many saves it keeps."""
+
+    every_s: float = Field(30.0, gt=0)
+    keep: int = Field(3, ge=1)
+
+
+class StoreSettings(Frozen):
+    """The live store in shared memory."""
+
+    num_shards: int = Field(1, ge=1, le=256)
+
+
+class Limits(Frozen):
+    """What one request may ask for; checked before parsing where that is possible."""
+
+    body_bytes: ByteSize = ByteSize(2 * 1024 * 1024)
+    ids: int = Field(4096, ge=1)
+    candidates: int = Field(1024, ge=1)
+    events: int = Field(512, ge=1)
+    features: int = Field(256, ge=1)
+    string_bytes: int = Field(256, ge=1)
+    top_k: int = Field(1000, ge=1)
+
+
+class ServingSettings(Frozen):
+    """Where the service listens, and with how many processes."""
+
+    host: str = "127.0.0.1"
+    http_port: int = Field(8080, ge=0, le=65535)
+    admin_port: int = Field(8081, ge=0, le=65535)
+    grpc_port: int = Field(50051, ge=0, le=65535)
+    workers: int = Field(1, ge=1, le=64)
+    insecure_no_auth: bool = False
+    request_timeout_s: float = Field(5.0, gt=0)
+    limits: Limits = Limits()
+
+    @model_validator(mode="after")
+    def _loopback_unless_told(self) -> Self:
+        loopback = self.host in {"localhost", "::1"} or self.host.startswith("127.")
+        if not loopback and not self.insecure_no_auth:
+            raise ValueError(
+                f"host {self.host!r} is not a loopback address and there is no authentication; keep it behind a "
+                "proxy that authenticates and set insecure_no_auth: true"
+            )
+        return self
+
+
+class Settings(Frozen):
+    """Everything Livebed can be told. One file describes trainer and service alike."""
+
+    name: Name = "livebed"
+    data_dir: Path = Path(".livebed")  # checkpoints and the embedded broker's append-only file
+    run_dir: Path | None = None  # none: /dev/shm/livebed-<uid>-<name>; live store, metrics, sockets
+    tables: dict[Name, TableSettings] = Field(min_length=1)
+    features: dict[Name, FeatureSettings] = Field(min_length=1, max_length=256)
+    entities: dict[Name, EntitySettings] = {}
+    label: LabelSettings = LabelSettings()
+    engine: Literal["auto", "event", "torchrec"] = "auto"
+    model: ModelSettings = ModelSettings()
+    stream: StreamSettings = StreamSettings()
+    store: StoreSettings = StoreSettings()
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    serving: ServingSettings = ServingSettings()
+
+    @classmethod
+    def load(
+        cls,
+        path: Path | None,
+        overrides: Mapping[str, Any] | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> Self:
+        """Merge file, environment and overrides (`{"serving.http_port": 9000}`) and validate.
+
+        Raises:
+            SettingsError: names the field, what was got and what was expected.
+        """
+        merged = _read_file(path) if path is not None else {}
+        for name, text in sorted((os.environ if environment is None else environment).items()):
+            key = name.removeprefix(ENVIRONMENT_PREFIX)
+            if name.startswith(ENVIRONMENT_PREFIX) and key not in ENVIRONMENT_IGNORED:
+                _set(merged, ENVIRONMENT_ALIASES.get(key, key).lower().split("__"), _scalar(name, text))
+        for dotted, value in (overrides or {}).items():
+            _set(merged, dotted.split("."), deepcopy(value))
+        try:
+            return cls.model_validate(merged)
+        except ValidationError as error:
+            raise _settings_error(error, path) from None
+
+    @property
+    def run_path(self) -> Path:
+        """Directory of everything that lives only while the system runs; memory-backed where there is /dev/shm."""
+        if self.run_dir is not None:
+            return self.run_dir
+        shared_memory = Path("/dev/shm")  # noqa: S108 - a directory of our own under it, mode 0700
+        base = shared_memory if shared_memory.is_dir() else self.data_dir
+        return base / f"livebed-{os.getuid()}-{self.name}"
+
+    @property
+    def store_path(self) -> Path:
+        """Directory of the live store's shard files."""
+        return self.run_path / "store"
+
+    @property
+    def metrics_path(self) -> Path:
+        """Directory of the processes' metric boards."""
+        return self.run_path / "metrics"
+
+    @property
+    def checkpoint_path(self) -> Path:
+        """Directory of the checkpoints."""
+        return self.data_dir / self.name / "checkpoints"
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise SettingsError(
+            str(path), got=error.strerror or str(error), wanted="a readable configuration file"
+        ) from None
+    except yaml.YAMLError as error:
+        raise SettingsError(str(path), got=f"invalid YAML: {error}", wanted="a YAML mapping") from None
+    if not isinstance(content, dict):
+        raise SettingsError(str(path), got=type(content).__name__, wanted="a YAML mapping with `tables` and `features`")
+    return content
+
+
+def _scalar(name: str, text: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise SettingsError(name, got=text, wanted="a YAML value") from None
+
+
+def _set(tree: dict[str, Any], keys: list[str], value: Any) -> None:
+    for key in keys[:-1]:
+        child = tree.setdefault(key, {})
+        if not isinstance(child, dict):
+            child = tree[key] = {}
+        tree = child
+    tree[keys[-1]] = value
+
+
+def _settings_error(error: ValidationError, path: Path | None) -> SettingsError:
+    """Say the first problem in one sentence, and count the others."""
+    problems = error.errors()
+    first = problems[0]
+    field = ".".join(str(part) for part in first["loc"]) or "configuration"
+    where = f" in {path}" if path is not None else ""
+    got = "nothing" if first["type"] == "missing" else _shortened(first["input"])
+    more = f" ({len(problems) - 1} more)" if len(problems) > 1 else ""
+    message = "this key is required" if first["type"] == "missing" else first["msg"]
+    return SettingsError(field + where, got=got, wanted=message + more)
+
+
+def _shortened(value: object) -> object:
+    text = repr(value)
+    return value if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,267 @@
+"""The embedding tables: rows, wide weights and optimizer state by slot, behind the id index.
+
+All tables lie in flat arrays (the layout of fbgemm's fused tables, so that its engine can work on this memory):
+global slot g = slot_base_T[t] + local slot, its row starts at weight_base_T[t] + local slot * width_T[t].
+Memory is allocated at construction and never grows; a full window evicts its least recently used id.
+
+Legend: G all slots, T tables, B rows of a batch, C id columns, K slots touched, E ids evicted, N ids, D row width.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from trainer import index
+from trainer.hashing import hash_values
+from trainer.index import Int64s, UInt8s, UInt32s
+from trainer.kernel import kernel
+from trainer.probe import EMPTY, REMOVED, mix64
+from trainer.schema import Schema
+from trainer.settings import ModelSettings
+
+Float32s = npt.NDArray[np.float32]
+
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+SIXTEEN = np.uint64(0xFFFF)
+# Standard deviation of the sum of four uniform integers 0..65535.
+SUM_STD = math.sqrt(4 * (65536**2 - 1) / 12)
+
+
+class HasIds(Protocol):
+    """The part of a batch's features that the tables look at."""
+
+    @property
+    def ids_BC(self) -> Int64s:
+        """Ids, EMPTY where a list has no more."""
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Where the ids of one batch lie, and what that changed. Slots are global."""
+
+    slots_BC: Int64s  # -1: padding, a masked row, or an id for which there was no room
+    touched_K: Int64s  # each slot once, in order of first touch
+    touched_table_K: Int64s
+    fresh_K: UInt8s  # 1: the slot's row and optimizer state started anew in this batch
+    evicted_ids_E: Int64s  # in order of eviction; an id evicted and seen again later in the batch is placed anew
+    evicted_tables_E: Int64s
+    evicted_slots_E: Int64s
+    num_unplaced: int
+    num_new: int
+
+
+@dataclass(frozen=True)
+class TableRow:
+    """One id's state, copied out for inspection."""
+
+    row_D: Float32s
+    accumulator: float
+    wide_z: float
+    wide_n: float
+    seen_s: int
+    count: int
+
+
+@kernel
+def reset_rows(
+    touched_K: Int64s,
+    touched_table_K: Int64s,
+    fresh_K: UInt8s,
+    keys_G: Int64s,
+    tables_T3: Int64s,
+    salt_T: npt.NDArray[np.uint64],
+    init_T2: Float32s,
+    weights: Float32s,
+    accumulators_G: Float32s,
+    wide_z_G: Float32s,
+    wide_n_G: Float32s,
+) -> None:
+    """Start the state of the fresh slots anew, as a function of (seed, table, id) alone.
+
+    Element k of a row is N(0, init_std) as the sum of the four 16-bit fields of mix64(id state + (k + 1) * golden
+    ratio), centred and scaled (Irwin-Hall: cut off at 3.46 standard deviations): integers up to the last
+    multiplication, so that every machine and every replay makes the same bits. `tables_T3`: slot base, weight base,
+    width; `init_T2`: scale of that sum, initial accumulator.
+    """
+    for i in range(touched_K.shape[0]):
+        if fresh_K[i] == 0:
+            continue
+        slot = touched_K[i]
+        t = touched_table_K[i]
+        width = tables_T3[t, 2]
+        at = tables_T3[t, 1] + (slot - tables_T3[t, 0]) * width
+        state = mix64(np.uint64(keys_G[slot]) ^ salt_T[t])
+        scale = init_T2[t, 0]
+        for k in range(width):
+            bits = mix64(state + np.uint64(k + 1) * GOLDEN)
+            low = (bits & SIXTEEN) + ((bits >> np.uint64(16)) & SIXTEEN)
+            high = ((bits >> np.uint64(32)) & SIXTEEN) + (bits >> np.uint64(48))
+            weights[at + k] = scale * np.float32(np.int64(low + high) - 131070)
+        accumulators_G[slot] = init_T2[t, 1]
+        wide_z_G[slot] = np.float32(0)
+        wide_n_G[slot] = np.float32(0)
+
+
+class Tables:
+    """Rows and optimizer state of all tables of a schema.
+
+    >>> from trainer.settings import Settings
+    >>> settings = Settings.model_validate({"tables": {"user": {}}, "features": {"user": {"kind": "categorical"}}})
+    >>> tables = Tables(Schema.from_settings(settings), settings.model)
+    >>> tables.find(0, np.array([7])).tolist()  # asking creates nothing
+    [-1]
+    """
+
+    weights: Float32s
+    accumulators: Float32s
+
+    def __init__(self, schema: Schema, model: ModelSettings) -> None:
+        self.schema = schema
+        capacities = [table.capacity for table in schema.tables]
+        widths = [table.width for table in schema.tables]
+        self.capacity_T = np.array(capacities, np.int64)
+        self.width_T = np.array(widths, np.int64)
+        self.slot_base_T = _starts(self.capacity_T)
+        self.weight_base_T = _starts(self.capacity_T * self.width_T)
+        self.ttl_s_T = np.array([math.ceil(table.ttl_s or 0) for table in schema.tables], np.int64)
+        num_slots = sum(capacities)
+        self.keys = np.full(num_slots, EMPTY, np.int64)
+        self.stamps = np.zeros(num_slots, np.int64)
+        self.seen_s = np.zeros(num_slots, np.uint32)
+        self.counts = np.zeros(num_slots, np.uint32)
+        self.weights = np.zeros(sum(c * d for c, d in zip(capacities, widths, strict=True)), np.float32)
+        self.accumulators = np.zeros(num_slots, np.float32)
+        self.wide_z = np.zeros(num_slots, np.float32)
+        self.wide_n = np.zeros(num_slots, np.float32)
+        self.clock = 1  # stamp of the next row; never-touched slots hold 0
+        self.sweep_position = 0  # where the next call of `expire` goes on
+        self._index_T3 = np.stack([self.slot_base_T, self.capacity_T, self.ttl_s_T], axis=1)
+        self._layout_T3 = np.stack([self.slot_base_T, self.weight_base_T, self.width_T], axis=1)
+        self._init_T2 = np.array([(t.init_std / SUM_STD, t.initial_accumulator) for t in schema.tables], np.float32)
+        # By name, so that a table added before this one does not change what its ids start from.
+        self._salt_T = hash_values([f"{model.seed}/{table.name}" for table in schema.tables]).view(np.uint64)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all arrays, fixed at construction."""
+        state = (self.accumulators, self.wide_z, self.wide_n, self.weights)
+        return sum(array.nbytes for array in (self.keys, self.stamps, self.seen_s, self.counts, *state))
+
+    def assign(self, features: HasIds, examples_B: npt.NDArray[np.bool_] | None, now_s: int) -> Assignment:
+        """Give every id of a batch a slot, making room where needed; rows that are not examples are skipped.
+
+        Cost: about 40-100 ns an id at a million slots, and one row more for each new id.
+        """
+        ids_BC = features.ids_BC
+        B, C = ids_BC.shape
+        rows_B = np.ones(B, np.uint8) if examples_B is None else examples_B.view(np.uint8)
+        slots_BC = np.empty((B, C), np.int64)
+        touched_K2 = np.empty((B * C, 2), np.int64)
+        fresh_K = np.empty(B * C, np.uint8)
+        evicted_E3 = np.empty((B * C, 3), np.int64)
+        totals_4 = np.empty(4, np.int64)
+        index.assign_batch(
+            ids_BC, rows_B, self.schema.column_table_C, self._index_T3, self.keys, self.stamps, self.seen_s,
+            self.counts, self.clock, now_s, slots_BC, touched_K2, fresh_K, evicted_E3, totals_4,
+        )  # fmt: skip
+        self.clock += B
+        num_touched, num_evicted, num_unplaced, num_new = totals_4.tolist()
+        touched_K, touched_table_K = np.ascontiguousarray(touched_K2[:num_touched].T)
+        evicted_ids_E, evicted_tables_E, evicted_slots_E = np.ascontiguousarray(evicted_E3[:num_evicted].T)
+        fresh_K = fresh_K[:num_touched]
+        if num_new:
+            self._reset(touched_K, touched_table_K, fresh_K)
+        return Assignment(
+            slots_BC, touched_K, touched_table_K, fresh_K, evicted_ids_E, evicted_tables_E, evicted_slots_E,
+            num_unplaced, num_new,
+        )  # fmt: skip
+
+    def find(self, table: int, ids_N: Int64s) -> Int64s:
+        """Global slots of ids, -1 where unknown; changes nothing."""
+        slots_N = np.empty(len(ids_N), np.int64)
+        index.find_ids(self.keys, self.slot_base_T[table], self.capacity_T[table], ids_N, slots_N)
+        return slots_N
+
+    def remove(self, table: int, ids_N: Int64s) -> Int64s:
+        """Forget ids; the global slots freed, to be given to the publisher."""
+        removed_N = np.empty(len(ids_N), np.int64)
+        count = index.remove_ids(self.keys, self.slot_base_T[table], self.capacity_T[table], ids_N, removed_N)
+        return removed_N[:count]
+
+    def expire(self, now_s: int, max_slots: int) -> Int64s:
+        """Look at the next `max_slots` slots of the tables with a TTL and free those that have expired.
+
+        Returns the global slots freed, to be given to the publisher. Small steps bound the pause; an expired id that
+        comes back before its turn starts anew all the same.
+        """
+        with_ttl = np.flatnonzero(self.ttl_s_T)
+        total = int(self.capacity_T[with_ttl].sum())
+        removed_N = np.empty(min(max_slots, total), np.int64)
+        left, count = len(removed_N), 0
+        while left > 0:
+            t, first = self._sweep_from(with_ttl)
+            step = min(left, int(self.capacity_T[t]) - first)
+            base = int(self.slot_base_T[t]) + first
+            count += index.expire_range(
+                self.keys, self.seen_s, base, base + step, now_s, int(self.ttl_s_T[t]), removed_N[count:]
+            )
+            self.sweep_position = (self.sweep_position + step) % total
+            left -= step
+        return removed_N[:count]
+
+    def occupied(self, table: int) -> Int64s:
+        """Local slots that hold an id, ascending."""
+        base = self.slot_base_T[table]
+        keys = self.keys[base : base + self.capacity_T[table]]
+        return np.flatnonzero((keys != EMPTY) & (keys != REMOVED))
+
+    def row_of(self, table: int, key: int) -> TableRow | None:
+        """State of one id, or None where it is unknown."""
+        slot = int(self.find(table, np.array([key], np.int64))[0])
+        if slot < 0:
+            return None
+        return TableRow(
+            row_D=self.rows(table)[slot - self.slot_base_T[table]].copy(),
+            accumulator=float(self.accumulators[slot]),
+            wide_z=float(self.wide_z[slot]),
+            wide_n=float(self.wide_n[slot]),
+            seen_s=int(self.seen_s[slot]),
+            count=int(self.counts[slot]),
+        )
+
+    def rows(self, table: int) -> Float32s:
+        """The rows of a table by local slot, [capacity, D]: a view."""
+        start, width, capacity = (int(a[table]) for a in (self.weight_base_T, self.width_T, self.capacity_T))
+        return self.weights[start : start + capacity * width].reshape(capacity, width)
+
+    def _sweep_from(self, with_ttl: Int64s) -> tuple[int, int]:
+        """Table and local slot at which the sweep stands."""
+        ends = np.cumsum(self.capacity_T[with_ttl])
+        turn = int(np.searchsorted(ends, self.sweep_position, side="right"))
+        t = int(with_ttl[turn])
+        return t, self.sweep_position - int(ends[turn] - self.capacity_T[t])
+
+    def _reset(self, touched_K: Int64s, touched_table_K: Int64s, fresh_K: UInt8s) -> None:
+        reset_rows(
+            touched_K, touched_table_K, fresh_K, self.keys, self._layout_T3, self._salt_T, self._init_T2,
+            self.weights, self.accumulators, self.wide_z, self.wide_n,
+        )  # fmt: skip
+
+
+def _starts(sizes_T: Int64s) -> Int64s:
+    """Exclusive running sum: where each table starts."""
+    starts_T = np.zeros(len(sizes_T), np.int64)
+    np.cumsum(sizes_T[:-1], out=starts_T[1:])
+    return starts_T
+
+
+@dataclass(frozen=True)
+class _Ids:
+    ids_BC: Int64s
+
+
+def warm(schema: Schema, model: ModelSettings) -> None:
+    """Compile the kernels, on small tables."""
