@@ -17,7 +17,7 @@ from trainer.event_json import MAX_MAGNITUDE, EventParser
 from trainer.event_pb2 import EventBatch as EventBatchMessage
 from trainer.event_pb2 import InputColumn as InputColumnMessage
 from trainer.events import InputColumn, Inputs, RawEvents, Rejection
-from trainer.hashing import hash_values
+from trainer.hashing import FIRST_RESERVED, hash_values
 from trainer.probe import EMPTY, REMOVED
 from trainer.schema import Input, Schema
 
@@ -45,7 +45,7 @@ def encode(schema: Schema, raw: RawEvents) -> bytes:
 
 def _encode_column(name: str, column: InputColumn) -> InputColumnMessage:
     message = InputColumnMessage(name=name)
-    if not column.given_B.all():
+    if column.given_B is not None:
         message.given = column.given_B.tobytes()
     if column.lengths is not None:
         message.lengths = column.lengths.tobytes()
@@ -104,10 +104,10 @@ class EntryDecoder:
         spec = self._inputs.get(message.name)
         if spec is None:
             raise BadEvent("unknown_feature", f"{message.name[:64]!r} is no input; inputs: {', '.join(self._inputs)}")
-        given = np.ones(count, np.bool_)
+        given, num_given = None, count
         if message.given:
-            given = _array(f"{spec.name}.given", message.given, np.uint8, count, 1).astype(np.bool_)
-        num_given = int(np.count_nonzero(given))
+            given = _array(f"{spec.name}.given", message.given, np.uint8, count, None).astype(np.bool_)
+            num_given = int(np.count_nonzero(given))
         if spec.kind in {"number", "vector"}:
             numbers = _array(f"{spec.name}.numbers", message.numbers, np.float64, num_given * spec.size, None)
             return InputColumn(given, numbers=numbers)
@@ -143,7 +143,7 @@ class EntryDecoder:
             if column.numbers is None or np.abs(column.numbers).max(initial=0.0) <= MAX_MAGNITUDE:
                 continue  # the comparison is false for NaN too
             bad = ~(np.abs(column.numbers.reshape(-1, self._inputs[name].size)) <= MAX_MAGNITUDE).all(axis=1)
-            for b in np.flatnonzero(column.given_B)[bad]:
+            for b in np.flatnonzero(_given(column, raw.inputs.count))[bad]:
                 reasons[int(b)] = ("not_finite", f"{name}: a number is not finite, or past {MAX_MAGNITUDE:g}")
         if not reasons:
             return raw, []
@@ -166,7 +166,7 @@ def _ids(spec: Input, message: InputColumnMessage, count: int) -> npt.NDArray[np
     values: list[Any] = list(message.strings) or list(message.integers)
     if not values:
         ids: npt.NDArray[np.int64] = _array(f"{spec.name}.ids", message.ids, np.int64, count, None)
-        if ((ids == EMPTY) | (ids == REMOVED)).any():
+        if count and ids.view(np.uint64).max() >= FIRST_RESERVED:
             raise BadEvent("invalid", f"{spec.name}.ids holds a reserved id ({EMPTY} or {REMOVED})")
         return ids
     if len(values) != count:
@@ -174,12 +174,16 @@ def _ids(spec: Input, message: InputColumnMessage, count: int) -> npt.NDArray[np
     return hash_values(values)
 
 
+def _given(column: InputColumn, count: int) -> npt.NDArray[np.bool_]:
+    return np.ones(count, np.bool_) if column.given_B is None else column.given_B
+
+
 def _select(raw: RawEvents, keep_B: npt.NDArray[np.bool_], inputs: Mapping[str, Input]) -> RawEvents:
     """The events where keep_B is true."""
     columns = {}
     for name, column in raw.inputs.columns.items():
-        keep_given = keep_B[column.given_B]
-        given = column.given_B[keep_B]
+        given_B = _given(column, raw.inputs.count)
+        keep_given, given = keep_B[given_B], given_B[keep_B]
         if column.numbers is not None:
             numbers = column.numbers.reshape(-1, inputs[name].size)[keep_given].ravel()
             columns[name] = InputColumn(given, numbers=numbers)

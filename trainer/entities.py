@@ -19,6 +19,7 @@ from trainer.index import Int64s, UInt8s, UInt32s
 from trainer.kernel import kernel
 from trainer.probe import EMPTY, REMOVED, home_slot
 from trainer.schema import Entity, Schema
+from trainer.settings import Settings
 
 LOW_32 = np.int64(0xFFFFFFFF)
 ONE = np.uint32(1)
@@ -229,7 +230,7 @@ class RecordLayout:
 
         With several entities, go in the order of their index: what one fills in may be the key of a later one.
         """
-        first_x, end_x = self.entities_E8[entity, FIRST_X :].tolist()
+        first_x, end_x = self.entities_E8[entity, FIRST_X:].tolist()
         fill_rows(
             features.ids_BC, features.lengths_BF, features.floats_BM.view(np.uint32), features.present_BA,
             self.columns_A4, self.own_X2, first_x, end_x, records_BW.reshape(-1), records_BW.shape[1], known_B,
@@ -288,8 +289,37 @@ class Entities:
         index.find_ids(self.keys, base, capacity, ids_N, slots_N)
         return np.where(slots_N < 0, -1, slots_N - base)
 
+    def occupied(self, entity: int) -> Int64s:
+        """Local slots that hold an id, ascending."""
+        base, capacity = self.layout.entities_E8[entity, [SLOT_BASE, CAPACITY]].tolist()
+        return np.flatnonzero(self.keys[base : base + capacity] != EMPTY)
+
     def records(self, entity: int) -> UInt32s:
         """Records of one entity by local slot, [capacity, W]: a view."""
         start, words = self.layout.entities_E8[entity, [WORD_BASE, WORDS]].tolist()
         capacity = int(self.layout.entities_E8[entity, CAPACITY])
         return self.words[start : start + capacity * words].reshape(capacity, words)
+
+
+def warm() -> None:
+    """Compile the kernels."""
+    settings = Settings.model_validate({
+        "tables": {"a": {"capacity": 64}},
+        "entities": {"e": {"key": "a", "capacity": 64}},
+        "features": {"a": {"kind": "categorical"}, "x": {"kind": "numeric", "entity": "e"}},
+    })
+    schema = Schema.from_settings(settings)
+    features = Features(
+        ids_BC=np.zeros((1, 1), np.int64),
+        lengths_BF=np.ones((1, 1), np.int32),
+        floats_BM=np.zeros((1, 1), np.float32),
+        present_BA=np.ones((1, 2), np.uint8),
+    )
+    zero_B = np.zeros(1, np.int64)
+    batch = EventBatch(
+        features, np.zeros(1, np.float32), zero_B, zero_B, zero_B.view(np.uint64), zero_B.astype(np.int16), zero_B
+    )
+    entities = Entities(schema)
+    entities.apply(batch)
+    entities.find(0, zero_B)
+    entities.layout.fill(features, 0, entities.records(0)[:1], np.ones(1, np.uint8))

@@ -161,7 +161,7 @@ class EventParser:
     def _raw_events(
         self, events: list[Any], places: list[int], rejected: list[Rejection], accepted_us: int
     ) -> tuple[RawEvents, list[Rejection]]:
-        reasons = [self._refuse(event) for event in events]
+        reasons: list[tuple[str, str] | None] = [self._refuse(event) for event in events]
         if any(reasons):
             rejected = rejected + [Rejection(p, *r) for p, r in zip(places, reasons, strict=True) if r is not None]
             rejected.sort(key=lambda rejection: rejection.index)
@@ -189,7 +189,7 @@ class EventParser:
             return "invalid", "`id` belongs to a feature event, which also names its `entity`"
         if event.label is None:
             return "missing_label", "an example needs `label`; a feature event needs `entity` and `id`"
-        if np.isnan(self._labels([float(event.label)])[0]):
+        if self.schema.label_threshold is None and event.label not in {0, 1}:
             return "bad_label", _label_sentence(event.label)
         return None
 
@@ -259,7 +259,7 @@ def _examples(
 
 def _column(spec: Input, values: list[Any]) -> InputColumn | None:
     """One input's values (None: not given) as a column; None when no row gives it."""
-    given = np.ones(len(values), np.bool_)
+    given = None
     if None in values:
         given = np.array([value is not None for value in values], np.bool_)
         values = [value for value in values if value is not None]

@@ -38,11 +38,11 @@ class Rejection:
 class InputColumn:
     """One input of B events; values only for those that give it, end to end.
 
-    `given_B` bool; `ids` for ids (int64, hashed) with `lengths` (int32, one for each event that gives it) when
+    `given_B` bool, or None when all give it; `ids` for ids (int64, hashed) with `lengths` (int32, one for each event that gives it) when
     the input is a list; `numbers` (float64; a vector's lie end to end) otherwise.
     """
 
-    given_B: npt.NDArray[np.bool_]
+    given_B: npt.NDArray[np.bool_] | None = None
     ids: Int64s | None = None
     lengths: npt.NDArray[np.int32] | None = None
     numbers: npt.NDArray[np.float64] | None = None
@@ -145,14 +145,14 @@ def derive(schema: Schema, inputs: Inputs, time_ms_B: Int64s) -> Features:
         ids_BC=np.full((count, schema.num_id_columns), EMPTY, np.int64),
         lengths_BF=np.ones((count, len(schema.id_features)), np.int32),
         floats_BM=np.zeros((count, schema.num_floats), np.float32),
-        present_BA=np.zeros((count, len(schema.features)), np.uint8),
+        present_BA=np.ones((count, len(schema.features)), np.uint8),
     )
+    missing = InputColumn(given_B=np.zeros(count, np.bool_))
+    time = InputColumn(given_B=time_ms_B > 0, numbers=time_ms_B[time_ms_B > 0].astype(np.float64))
     for feature in schema.features:
-        if feature.source == TIME_INPUT:
-            column = InputColumn(given_B=time_ms_B > 0, numbers=time_ms_B[time_ms_B > 0].astype(np.float64))
-        else:
-            column = inputs.columns.get(feature.source) or InputColumn(given_B=np.zeros(count, np.bool_))
-        features.present_BA[:, feature.index] = column.given_B
+        column = time if feature.source == TIME_INPUT else inputs.columns.get(feature.source, missing)
+        if column.given_B is not None:
+            features.present_BA[:, feature.index] = column.given_B
         if isinstance(feature.spec, ListFeature):
             _derive_list(features, feature, column)
         elif feature.is_id:
@@ -171,7 +171,7 @@ def _derive_id(features: Features, feature: Feature, column: InputColumn) -> Non
         ids[:] = values
         return
     ids[:] = MISSING_ID
-    if values is not None:
+    if values is not None and column.given_B is not None:
         ids[column.given_B] = values
 
 
@@ -198,7 +198,7 @@ def _derive_floats(features: Features, feature: Feature, column: InputColumn) ->
     numbers = column.numbers.reshape(-1, feature.span)
     if isinstance(spec, NumericFeature):
         numbers = transform(spec, numbers)
-    target[column.given_B] = np.clip(numbers, -CLIP, CLIP)
+    target[slice(None) if column.given_B is None else column.given_B] = np.clip(numbers, -CLIP, CLIP)
 
 
 def transform(spec: NumericFeature, numbers: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
@@ -214,7 +214,7 @@ def _derive_list(features: Features, feature: Feature, column: InputColumn) -> N
     features.lengths_BF[:, feature.id_index] = 0
     if column.ids is not None and column.lengths is not None:
         lengths = features.lengths_BF[:, feature.id_index]
-        lengths[column.given_B] = column.lengths
+        lengths[slice(None) if column.given_B is None else column.given_B] = column.lengths
         _scatter_list(column.ids, features.lengths_BF, feature.id_index, features.ids_BC, feature.first)
 
 

@@ -98,6 +98,14 @@ def _hash_texts(text: npt.NDArray[np.uint8], offsets: npt.NDArray[np.int64], out
 
 
 @kernel
+def _hash_adjacent(text: npt.NDArray[np.uint8], lengths: npt.NDArray[np.int64], out: npt.NDArray[np.int64]) -> None:
+    at = 0
+    for i in range(out.shape[0]):
+        out[i] = _as_id(_xxh64(text, at, lengths[i]))
+        at += lengths[i]
+
+
+@kernel
 def _hash_integers(values: npt.NDArray[np.int64], out: npt.NDArray[np.int64]) -> None:
     digits = np.empty(20, np.uint8)
     for i in range(values.shape[0]):
@@ -146,7 +154,10 @@ def hash_values(values: Sequence[str | int]) -> npt.NDArray[np.int64]:
             integers = np.empty(0)
         if integers.dtype == np.int64:
             return hash_integers(integers)
-    return _hash_strings([value if isinstance(value, str) else _decimal(value) for value in values])
+    try:
+        return _hash_strings(values)  # type: ignore[arg-type]  # join below refuses what is no string
+    except TypeError:
+        return _hash_strings([value if isinstance(value, str) else _decimal(value) for value in values])
 
 
 def _decimal(value: object) -> str:
@@ -155,19 +166,20 @@ def _decimal(value: object) -> str:
     return str(int(value))
 
 
-def _hash_strings(texts: list[str]) -> npt.NDArray[np.int64]:
+def _hash_strings(texts: Sequence[str]) -> npt.NDArray[np.int64]:
     joined = "".join(texts)
-    offsets = np.empty(len(texts) + 1, np.int64)
-    offsets[0] = 0
+    out = np.empty(len(texts), np.int64)
     if joined.isascii():
-        np.cumsum(np.fromiter(map(len, texts), np.int64, len(texts)), out=offsets[1:])
-        return hash_texts(np.frombuffer(joined.encode(), np.uint8), offsets)
-    encoded = [text.encode("utf-8", "surrogatepass") for text in texts]
-    np.cumsum(np.fromiter(map(len, encoded), np.int64, len(texts)), out=offsets[1:])
-    return hash_texts(np.frombuffer(b"".join(encoded), np.uint8), offsets)
+        text, lengths = joined.encode(), np.array(list(map(len, texts)), np.int64)
+    else:
+        encoded = [item.encode("utf-8", "surrogatepass") for item in texts]
+        text, lengths = b"".join(encoded), np.array(list(map(len, encoded)), np.int64)
+    _hash_adjacent(np.frombuffer(text, np.uint8), lengths, out)
+    return out
 
 
 def warm() -> None:
     """Compile the kernels."""
     hash_values(["a"])
     hash_values([1])
+    hash_texts(np.zeros(1, np.uint8), np.array([0, 1]))

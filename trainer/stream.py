@@ -207,7 +207,7 @@ class EventLog:
         letter: dict[Any, Any] = {
             b"entry_id": entry_id.encode(),
             b"code": code.encode(),
-            b"detail": detail.encode()[:1024],
+            b"detail": detail.encode(errors="replace")[:1024],
         }
         space = MAX_DEAD_BYTES
         for name, value in fields.items():
@@ -222,7 +222,7 @@ class EventLog:
             self._client.xadd(self.dead_key, letter, maxlen=MAX_DEAD_LETTERS, approximate=True)
 
     def ping(self) -> None:
-        """Raise LogUnavailable or LogFull unless the broker answers and takes writes."""
+        """Raise LogUnavailable unless the broker answers, LogFull if it cannot write its file."""
         with self._answering():
             self._client.ping()
 
@@ -311,7 +311,7 @@ class AsyncEventLog:
         return await append.ids
 
     async def ping(self) -> None:
-        """Raise LogUnavailable or LogFull unless the broker answers and takes writes."""
+        """Raise LogUnavailable unless the broker answers, LogFull if it cannot write its file."""
         try:
             async with asyncio.timeout(self.timeout_s):
                 await self._client.ping()

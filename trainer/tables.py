@@ -20,7 +20,7 @@ from trainer.index import Int64s, UInt8s, UInt32s
 from trainer.kernel import kernel
 from trainer.probe import EMPTY, REMOVED, mix64
 from trainer.schema import Schema
-from trainer.settings import ModelSettings
+from trainer.settings import ModelSettings, Settings
 
 Float32s = npt.NDArray[np.float32]
 
@@ -259,9 +259,18 @@ def _starts(sizes_T: Int64s) -> Int64s:
 
 
 @dataclass(frozen=True)
-class _Ids:
+class Ids:
+    """Id columns alone, where there are no other features."""
+
     ids_BC: Int64s
 
 
-def warm(schema: Schema, model: ModelSettings) -> None:
-    """Compile the kernels, on small tables."""
+def warm() -> None:
+    """Compile the kernels."""
+    settings = Settings.model_validate(
+        {"tables": {"a": {"capacity": 64, "ttl_s": 1}}, "features": {"a": {"kind": "categorical"}}}
+    )
+    tables = Tables(Schema.from_settings(settings), settings.model)
+    tables.assign(Ids(np.zeros((1, 1), np.int64)), None, 0)
+    tables.expire(9, 64)
+    tables.remove(0, tables.find(0, np.zeros(1, np.int64)))

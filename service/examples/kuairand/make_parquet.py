@@ -44,7 +44,9 @@ def main(source: Path, target: Path) -> None:
     row = pa.array(range(len(impressions)), pa.int32())
     ordered = impressions.append_column("row", row).sort_by([("time_ms", "ascending"), ("row", "ascending")])
     users = read(source / "user_features_664.csv", USER_TYPES, ",").sort_by("user_id")
-    pq.write_table(ordered.drop_columns("row"), target / "impressions.parquet", compression="zstd", compression_level=19)
+    pq.write_table(
+        ordered.drop_columns("row"), target / "impressions.parquet", compression="zstd", compression_level=19
+    )
     pq.write_table(users, target / "users.parquet", compression="zstd", compression_level=19)
 
 
