@@ -159,7 +159,7 @@ def _array(name: str, values: bytes, dtype: Any, count: int, default: float | No
     wanted = count * np.dtype(dtype).itemsize
     if len(values) != wanted:
         raise BadEvent("invalid", f"{name} has {len(values)} bytes, wanted {wanted}")
-    return np.frombuffer(values, dtype)
+    return np.frombuffer(bytearray(values), dtype)  # writable: numba compiles read-only arrays as another type
 
 
 def _ids(spec: Input, message: InputColumnMessage, count: int) -> npt.NDArray[np.int64]:

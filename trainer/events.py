@@ -6,7 +6,7 @@ The log keeps raw inputs, so a transform can change without rewriting it. `deriv
 features, for training and serving alike. Suffixes as in `schema.py`; B events (or candidates).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -86,6 +86,10 @@ class Features:
         """Number of rows."""
         return len(self.present_BA)
 
+    def rows(self, start: int, stop: int) -> "Features":
+        """Rows start..stop, as views."""
+        return Features(*(getattr(self, field.name)[start:stop] for field in fields(Features)))
+
 
 @dataclass(frozen=True)
 class EventBatch:
@@ -119,10 +123,14 @@ class EventBatch:
         rest = (np.concatenate([getattr(batch, f.name) for batch in batches]) for f in fields(EventBatch)[1:])
         return EventBatch(features, *rest)
 
+    def split(self, size: int) -> Iterator["EventBatch"]:
+        """The events in order, at most `size` at a time, as views."""
+        return (self.rows(start, start + size) for start in range(0, len(self), size))
+
     def rows(self, start: int, stop: int) -> "EventBatch":
         """Events start..stop, as views."""
-        features = Features(*(getattr(self.features, f.name)[start:stop] for f in fields(Features)))
-        return EventBatch(features, *(getattr(self, f.name)[start:stop] for f in fields(EventBatch)[1:]))
+        rest = (getattr(self, field.name)[start:stop] for field in fields(EventBatch)[1:])
+        return EventBatch(self.features.rows(start, stop), *rest)
 
 
 def derive_batch(schema: Schema, raw: RawEvents) -> EventBatch:

@@ -133,7 +133,9 @@ def _cross_forward(net: Net, params: Float32s, act: Float32s) -> np.float32:
         y = act[(L + 1 + layer) * n : (L + 2 + layer) * n]
         v = act[(2 * L + 1) * n + layer * R : (2 * L + 1) * n + layer * R + R]
         v_at, u_at, bias_at = net.cross[layer, 0], net.cross[layer, 1], net.cross[layer, 2]
-        y[:] = params[bias_at : bias_at + n]
+        bias = params[bias_at : bias_at + n]
+        for k in range(n):
+            y[k] = bias[k]
         for r in range(R):
             scale = dot(params[v_at + r * n : v_at + r * n + n], xl)
             v[r] = scale

@@ -31,6 +31,7 @@ TOUCHED, EVICTIONS, NOT_PLACED, NEW = 0, 1, 2, 3
 # Ids looked ahead: their keys and stamps are on the way from memory while the earlier ones are being worked on.
 # Far fewer leaves the memory idle; more than the processor can have in flight gains nothing.
 BLOCK = 32
+NEVER = np.int64(2**63 - 1)
 MOST = np.uint32(0xFFFFFFFF)  # counts stop here instead of wrapping
 
 
@@ -75,6 +76,32 @@ def locate(keys_G: Int64s, base: int, capacity: int, home: int, key: int) -> int
 
 
 @kernel
+def oldest(stamps_G: Int64s, first: int, last: int) -> int:
+    """Smallest stamp of slots first .. last - 1. Branch-free and unsigned, so that it compiles to vector code."""
+    smallest = NEVER
+    for slot in range(np.uint64(first), np.uint64(last)):
+        smallest = min(smallest, stamps_G[slot])
+    return smallest
+
+
+@kernel
+def least_recently_used(stamps_G: Int64s, base: int, capacity: int, home: int, protect_from: int) -> int:
+    """Global slot of the window with the smallest stamp, the first of equals; -1 if none is before `protect_from`."""
+    first, last = base + home, base + min(home + WINDOW, capacity)
+    rest = base + min(max(home + WINDOW - capacity, 0), home)  # where the window ends after wrapping around
+    stamp = min(oldest(stamps_G, first, last), oldest(stamps_G, base, rest))
+    if stamp >= protect_from:
+        return -1
+    for slot in range(first, last):
+        if stamps_G[slot] == stamp:
+            return slot
+    for slot in range(base, rest):
+        if stamps_G[slot] == stamp:
+            return slot
+    return -1
+
+
+@kernel
 def vacancy(
     keys_G: Int64s,
     stamps_G: Int64s,
@@ -90,22 +117,18 @@ def vacancy(
 
     A slot whose stamp is `protect_from` or later is not taken; -1 when that leaves none.
     """
-    oldest, oldest_stamp = -1, protect_from
     position = home
     for _ in range(min(WINDOW, capacity)):
         slot = base + position
         here = keys_G[slot]
         if here == EMPTY or here == REMOVED:
             return slot
-        stamp = stamps_G[slot]
-        if stamp < protect_from and is_expired(seen_s_G[slot], now_s, ttl_s):
+        if ttl_s > 0 and stamps_G[slot] < protect_from and is_expired(seen_s_G[slot], now_s, ttl_s):
             return slot
-        if stamp < oldest_stamp:
-            oldest, oldest_stamp = slot, stamp
         position += 1
         if position == capacity:
             position = 0
-    return oldest
+    return least_recently_used(stamps_G, base, capacity, home, protect_from)
 
 
 @kernel
@@ -150,17 +173,18 @@ def assign_batch(
     clock: int,
     now_s: int,
     slots_BC: Int64s,
-    touched_K2: Int64s,
+    touched_K: Int64s,
+    touched_table_K: Int64s,
     fresh_K: UInt8s,
-    evicted_E3: Int64s,
+    evicted_3E: Int64s,
     totals_4: Int64s,
 ) -> None:
     """Give every id of a batch its slot; the whole batch in one call.
 
     Rows with `rows_B` 0 and reserved ids (padding) get slot -1, as does an id whose whole window belongs to ids of
-    this very batch. `tables_T3`: base, capacity, TTL in s. `touched_K2`: (global slot, table), each slot once, in
-    order of first touch; `fresh_K`: 1 where the slot changed its owner or its owner had expired, so its state must
-    start anew. `evicted_E3`: (id, table, global slot). The K and E arrays need room for B * C entries.
+    this very batch. `tables_T3`: base, capacity, TTL in s. `touched_K`: global slots, each once, in order of first
+    touch; `fresh_K`: 1 where the slot changed its owner or its owner had expired, so its state must start anew.
+    `evicted_3E`: ids, tables, global slots. The K and E arrays need room for B * C entries.
     """
     B, C = ids_BC.shape
     homes = np.empty(BLOCK, np.int64)
@@ -188,27 +212,53 @@ def assign_batch(
         b, c = block_b, block_c
         for i in range(count):
             slot = np.int64(-1)
-            if homes[i] >= 0:
+            home = homes[i]
+            if home >= 0:
                 t = column_table_C[c]
-                slot, done, victim = place(
-                    keys_G, stamps_G, seen_s_G, tables_T3[t, 0], tables_T3[t, 1], homes[i], ids_BC[b, c], clock,
-                    now_s, tables_T3[t, 2],
-                )  # fmt: skip
+                key = ids_BC[b, c]
+                base, capacity = tables_T3[t, 0], tables_T3[t, 1]
+                # `locate`, written out: a call would count references to its arrays up and down, atomically, at
+                # three times the cost of the search itself.
+                position = home
+                for _ in range(min(WINDOW, capacity)):
+                    here = keys_G[base + position]
+                    if here == key:
+                        slot = base + position
+                        break
+                    if here == EMPTY:
+                        break
+                    position += 1
+                    if position == capacity:
+                        position = 0
+                is_new = False
+                victim = np.int64(EMPTY)
+                if slot < 0:
+                    slot = vacancy(
+                        keys_G, stamps_G, seen_s_G, base, capacity, home, clock, now_s, tables_T3[t, 2]
+                    )  # fmt: skip
+                    if slot >= 0:
+                        victim = keys_G[slot]
+                        keys_G[slot] = key
+                        is_new = True
+                elif tables_T3[t, 2] > 0 and stamps_G[slot] < clock:
+                    if is_expired(seen_s_G[slot], now_s, tables_T3[t, 2]):
+                        victim = key
+                        is_new = True
                 if slot < 0:
                     num_unplaced += 1
                 else:
                     if stamps_G[slot] < clock:
-                        touched_K2[num_touched, 0] = slot
-                        touched_K2[num_touched, 1] = t
-                        fresh_K[num_touched] = done != FOUND
+                        touched_K[num_touched] = slot
+                        touched_table_K[num_touched] = t
+                        fresh_K[num_touched] = is_new
                         num_touched += 1
-                        num_new += done != FOUND
-                    if done != FOUND:
+                    if is_new:
+                        num_new += 1
                         counts_G[slot] = 0
-                        if victim != EMPTY:
-                            evicted_E3[num_evicted, 0] = victim
-                            evicted_E3[num_evicted, 1] = t
-                            evicted_E3[num_evicted, 2] = slot
+                        if victim != EMPTY and victim != REMOVED:
+                            evicted_3E[0, num_evicted] = victim
+                            evicted_3E[1, num_evicted] = t
+                            evicted_3E[2, num_evicted] = slot
                             num_evicted += 1
                     stamps_G[slot] = clock + b
                     seen_s_G[slot] = now_s

@@ -9,7 +9,7 @@ Legend: G all slots, T tables, B rows of a batch, C id columns, K slots touched,
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -38,8 +38,7 @@ class HasIds(Protocol):
         """Ids, EMPTY where a list has no more."""
 
 
-@dataclass(frozen=True)
-class Assignment:
+class Assignment(NamedTuple):
     """Where the ids of one batch lie, and what that changed. Slots are global."""
 
     slots_BC: Int64s  # -1: padding, a masked row, or an id for which there was no room
@@ -63,6 +62,18 @@ class TableRow:
     wide_n: float
     seen_s: int
     count: int
+
+
+class _Scratch:
+    """Room for what one call of the assign kernel reports, kept between calls."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+        self.touched_K = np.empty(room, np.int64)
+        self.touched_table_K = np.empty(room, np.int64)
+        self.fresh_K = np.empty(room, np.uint8)
+        self.evicted_3E = np.empty((3, room), np.int64)
+        self.totals_4 = np.empty(4, np.int64)
 
 
 @kernel
@@ -138,6 +149,7 @@ class Tables:
         self.wide_n = np.zeros(num_slots, np.float32)
         self.clock = 1  # stamp of the next row; never-touched slots hold 0
         self.sweep_position = 0  # where the next call of `expire` goes on
+        self._scratch = _Scratch(0)
         self._index_T3 = np.stack([self.slot_base_T, self.capacity_T, self.ttl_s_T], axis=1)
         self._layout_T3 = np.stack([self.slot_base_T, self.weight_base_T, self.width_T], axis=1)
         self._init_T2 = np.array([(t.init_std / SUM_STD, t.initial_accumulator) for t in schema.tables], np.float32)
@@ -159,25 +171,31 @@ class Tables:
         B, C = ids_BC.shape
         rows_B = np.ones(B, np.uint8) if examples_B is None else examples_B.view(np.uint8)
         slots_BC = np.empty((B, C), np.int64)
-        touched_K2 = np.empty((B * C, 2), np.int64)
-        fresh_K = np.empty(B * C, np.uint8)
-        evicted_E3 = np.empty((B * C, 3), np.int64)
-        totals_4 = np.empty(4, np.int64)
+        if self._scratch.room < B * C:
+            self._scratch = _Scratch(B * C)
+        scratch = self._scratch
         index.assign_batch(
             ids_BC, rows_B, self.schema.column_table_C, self._index_T3, self.keys, self.stamps, self.seen_s,
-            self.counts, self.clock, now_s, slots_BC, touched_K2, fresh_K, evicted_E3, totals_4,
+            self.counts, self.clock, now_s, slots_BC, scratch.touched_K, scratch.touched_table_K, scratch.fresh_K,
+            scratch.evicted_3E, scratch.totals_4,
         )  # fmt: skip
         self.clock += B
-        num_touched, num_evicted, num_unplaced, num_new = totals_4.tolist()
-        touched_K, touched_table_K = np.ascontiguousarray(touched_K2[:num_touched].T)
-        evicted_ids_E, evicted_tables_E, evicted_slots_E = np.ascontiguousarray(evicted_E3[:num_evicted].T)
-        fresh_K = fresh_K[:num_touched]
+        num_touched, num_evicted, num_unplaced, num_new = scratch.totals_4.tolist()
+        evicted_ids_E, evicted_tables_E, evicted_slots_E = scratch.evicted_3E[:, :num_evicted].copy()
+        assignment = Assignment(
+            slots_BC=slots_BC,
+            touched_K=scratch.touched_K[:num_touched].copy(),
+            touched_table_K=scratch.touched_table_K[:num_touched].copy(),
+            fresh_K=scratch.fresh_K[:num_touched].copy(),
+            evicted_ids_E=evicted_ids_E,
+            evicted_tables_E=evicted_tables_E,
+            evicted_slots_E=evicted_slots_E,
+            num_unplaced=num_unplaced,
+            num_new=num_new,
+        )
         if num_new:
-            self._reset(touched_K, touched_table_K, fresh_K)
-        return Assignment(
-            slots_BC, touched_K, touched_table_K, fresh_K, evicted_ids_E, evicted_tables_E, evicted_slots_E,
-            num_unplaced, num_new,
-        )  # fmt: skip
+            self._reset(assignment)
+        return assignment
 
     def find(self, table: int, ids_N: Int64s) -> Int64s:
         """Global slots of ids, -1 where unknown; changes nothing."""
@@ -244,10 +262,10 @@ class Tables:
         t = int(with_ttl[turn])
         return t, self.sweep_position - int(ends[turn] - self.capacity_T[t])
 
-    def _reset(self, touched_K: Int64s, touched_table_K: Int64s, fresh_K: UInt8s) -> None:
+    def _reset(self, assignment: Assignment) -> None:
         reset_rows(
-            touched_K, touched_table_K, fresh_K, self.keys, self._layout_T3, self._salt_T, self._init_T2,
-            self.weights, self.accumulators, self.wide_z, self.wide_n,
+            assignment.touched_K, assignment.touched_table_K, assignment.fresh_K, self.keys, self._layout_T3,
+            self._salt_T, self._init_T2, self.weights, self.accumulators, self.wide_z, self.wide_n,
         )  # fmt: skip
 
 
