@@ -30,7 +30,7 @@ check: setup ## linters, types, architecture, wire format, generated code, licen
 	$(PYTHON_ENV)/ruff check .
 	$(PYTHON_ENV)/ruff format --check .
 	$(PYTHON_ENV)/mypy --strict trainer service
-	$(PYTHON_ENV)/lint-imports --no-timing
+	$(PYTHON_ENV)/lint-imports --no-logo
 	$(PYTHON_ENV)/buf lint proto
 	@$(MAKE) --no-print-directory stubs OUT=.cache/stubs
 	@for stub in $$(cd .cache/stubs && find . -name '*_pb2*'); do \

@@ -62,6 +62,17 @@ KINDS: dict[str, Kind] = {
 }
 
 
+# What the trainer's errors mean to a caller; the first that fits.
+MEANINGS: tuple[tuple[type[LivebedError], str], ...] = (
+    (LogFull, "log_full"),
+    (LogOverloaded, "overloaded"),
+    (LogError, "log_unavailable"),
+    (StoreUnavailable, "not_ready"),
+    (SchemaMismatch, "not_ready"),
+    (UnsupportedByEventEngine, "unsupported_model"),
+)
+
+
 @dataclass(frozen=True)
 class Violation:
     """What is wrong at one place: a JSON pointer into the body ("" is all of it) and a sentence."""
@@ -105,21 +116,12 @@ def as_service_error(error: Exception) -> ServiceError:
         return error
     if isinstance(error, BadEvent):
         return ServiceError(error.code if error.code in KINDS else "invalid", error.detail)
-    if isinstance(error, LogError):
-        return ServiceError(_log_code(error), str(error))
-    if isinstance(error, StoreUnavailable | SchemaMismatch):
-        return ServiceError("not_ready", str(error))
-    if isinstance(error, UnsupportedByEventEngine):
-        return ServiceError("unsupported_model", str(error))
+    for kind, code in MEANINGS:
+        if isinstance(error, kind):
+            return ServiceError(code, str(error))
     if isinstance(error, TimeoutError):
         return ServiceError("deadline_exceeded", "the request was not answered in time")
     return ServiceError("internal", "the error was logged under the request's id")
-
-
-def _log_code(error: LogError) -> str:
-    if isinstance(error, LogFull):
-        return "log_full"
-    return "overloaded" if isinstance(error, LogOverloaded) else "log_unavailable"
 
 
 def problem_json(error: ServiceError, *, request_id: str, instance: str, **more: Any) -> bytes:

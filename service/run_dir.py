@@ -18,7 +18,7 @@ from typing import Final
 from trainer.errors import LivebedError
 
 PARTS: Final = ("trainer", "service")
-# A trainer that was just told to stop still writes its last checkpoint; starting beside it would be two writers.
+# The trainer of a supervisor that was killed still writes its last checkpoint; starting beside it would be two writers.
 LOCK_WAIT_S: Final = 20.0
 POLL_S: Final = 0.05
 
@@ -71,8 +71,8 @@ class RunDirectory:
                 os.ftruncate(lock_fd, 0)
                 os.pwrite(lock_fd, b"%d\n" % os.getpid(), 0)
                 return lock_fd
-            if time.monotonic() >= deadline_s:
-                owner = path.read_text().strip()
+            owner = _owner(path)
+            if _lives(owner) or time.monotonic() >= deadline_s:
                 raise LivebedError(
                     f"a {part} already runs in {self.path} (started by process {owner}): stop it, or give this one "
                     "another `name`"
@@ -109,6 +109,25 @@ def remove_stale(parent: Path, prefix: str) -> list[Path]:
             if lock_fd is not None:
                 os.close(lock_fd)
     return removed
+
+
+def _owner(path: Path) -> str:
+    """Who took a lock, as a process id; empty when the file is just being made or removed."""
+    try:
+        return path.read_text().strip()
+    except FileNotFoundError:
+        return ""
+
+
+def _lives(pid: str) -> bool:
+    """Whether the one who took a lock still runs; its children may hold the lock a moment longer than that."""
+    try:
+        os.kill(int(pid), 0)
+    except (ValueError, ProcessLookupError):
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 def _try_lock(path: Path) -> int | None:

@@ -107,9 +107,13 @@ class Supervisor:
         """Start, tend the children until SIGINT, SIGTERM or `ask_to_stop`, and stop everything in order."""
         with self.signals(), self:
             log.info("ready: %s", self.http_url if "service" in self.parts else "the trainer publishes")
-            while not self._stop_asked.wait(TEND_EVERY_S):
+            while not self.wait(TEND_EVERY_S):
                 self.tend()
             log.info("stopping")
+
+    def wait(self, seconds: float) -> bool:
+        """Sleep so long, or until asked to stop; True if it was asked."""
+        return self._stop_asked.wait(seconds)
 
     def ask_to_stop(self) -> None:
         """Let `run` return; may be called from any thread."""
@@ -247,7 +251,7 @@ class Supervisor:
             if time.monotonic() > deadline_s:
                 words = "\n".join(f"{child.name}:\n{child.last_words()}" for child in self._children)
                 raise LivebedError(f"not ready within {timeout_s:g} s; the last log lines:\n{words}")
-            if self._stop_asked.wait(TEND_EVERY_S):
+            if self.wait(TEND_EVERY_S):
                 raise StartCancelledError("asked to stop while starting")
 
     def _ready(self) -> bool:

@@ -8,6 +8,7 @@ No pickle anywhere. The order of effects in `save` is numbered; a process killed
 earlier save intact and in use.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -16,7 +17,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import safetensors
 import safetensors.numpy
 
 from trainer.errors import CheckpointError
@@ -30,7 +30,7 @@ UNFINISHED = ".unfinished-"  # entries of this name are leftovers of a killed pr
 SUFFIX = ".safetensors"
 
 
-class UnknownFormat(CheckpointError):
+class UnknownFormat(CheckpointError):  # noqa: N818 -- a leaf of the tree in errors.py, named as its others
     """A save that another version of Livebed wrote; the bytes are as they were written."""
 
 
@@ -99,6 +99,15 @@ def load_latest(directory: Path) -> Loaded:
     if problems:
         raise CheckpointError("no checkpoint can be used: " + "; ".join(problems))
     return Loaded(None, None, problems)
+
+
+def saved_progress(directory: Path) -> list[Progress]:
+    """Where each save stands whose manifest can be read, the newest first."""
+    found = []
+    for path in _saves(directory):
+        with contextlib.suppress(CheckpointError):
+            found.append(Progress(**_read_manifest(path)["progress"]))
+    return found
 
 
 def load(path: Path) -> Snapshot:

@@ -35,7 +35,7 @@ POSITIVES, COUNT, BIAS, BIAS_ACCUMULATOR = range(4)
 
 @dataclass(frozen=True)
 class Entry:
-    """One parameter: its place in the vector and how it starts (`he`: N(0, 2 / fan_in), `uniform`: +-1 / sqrt(fan_in))."""
+    """A parameter: its place in the vector, and how it starts: `he` N(0, 2 / fan_in), `uniform` +-1 / sqrt(fan_in)."""
 
     name: str
     shape: tuple[int, ...]

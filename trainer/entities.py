@@ -7,6 +7,7 @@ The record layout is `schema.Entity`; the service fills requests with the same `
 Legend: A all features, B rows of a batch, C id columns, F id features, M float columns, E entities, X features of
 all entities one after the other, G slots of all entities, W words of a record, K slots written.
 """
+# ruff: noqa: PLR0917 -- kernels take arrays and places one by one: numba unpacks no objects.
 
 from dataclasses import dataclass
 
@@ -23,7 +24,6 @@ from trainer.settings import Settings
 
 LOW_32 = np.int64(0xFFFFFFFF)
 ONE = np.uint32(1)
-NOTHING_IS_PROTECTED = np.int64(2**62)  # records are copied at once, so even a slot used a row ago may be taken
 US_PER_S = 1_000_000
 
 # Columns of `columns_A4` and `entities_E8`.
@@ -138,14 +138,12 @@ def apply_batch(
             first_x, end_x, words = entities_E8[e, FIRST_X], entities_E8[e, END_X], entities_E8[e, WORDS]
             if of == e:
                 key = entity_id_B[b]
-                if key == EMPTY or key == REMOVED:
+                if key in (EMPTY, REMOVED):
                     continue
-                slot, done, _ = index.place(
-                    keys_G, stamps_G, seen_s_G, base, capacity, home_slot(key, capacity), key, NOTHING_IS_PROTECTED,
-                    now_s, 0,
-                )  # fmt: skip
+                # Records are copied at once, so even a slot used a row ago may be taken.
+                slot, is_new = index.place(keys_G, stamps_G, seen_s_G, base, capacity, home_slot(key, capacity), key)
                 at = entities_E8[e, WORD_BASE] + (slot - base) * words
-                if done != index.FOUND:
+                if is_new:
                     counts_G[slot] = 0
                     for w in range(words):
                         records[at + w] = 0
@@ -272,10 +270,14 @@ class Entities:
             nothing = np.empty(0, np.int64)
             return EntityChanges(nothing, nothing)
         features = batch.features
+        # What came over the wire may be read-only, which would be another type to numba, and another compilation.
+        entity_B, entity_id_B, accepted_us_B = (
+            np.require(array, requirements="W") for array in (batch.entity_B, batch.entity_id_B, batch.accepted_us_B)
+        )
         written_K2 = np.empty((len(batch), 2), np.int64)
         count = apply_batch(
             features.ids_BC, features.lengths_BF, features.floats_BM.view(np.uint32), features.present_BA,
-            batch.entity_B, batch.entity_id_B, batch.accepted_us_B, self.layout.columns_A4, self.layout.entities_E8,
+            entity_B, entity_id_B, accepted_us_B, self.layout.columns_A4, self.layout.entities_E8,
             self.layout.own_X2, self.keys, self.stamps, self.seen_s, self.counts, self.words, self.clock, written_K2,
         )  # fmt: skip
         self.clock += len(batch)
@@ -303,11 +305,13 @@ class Entities:
 
 def warm() -> None:
     """Compile the kernels."""
-    settings = Settings.model_validate({
-        "tables": {"a": {"capacity": 64}},
-        "entities": {"e": {"key": "a", "capacity": 64}},
-        "features": {"a": {"kind": "categorical"}, "x": {"kind": "numeric", "entity": "e"}},
-    })
+    settings = Settings.model_validate(
+        {
+            "tables": {"a": {"capacity": 64}},
+            "entities": {"e": {"key": "a", "capacity": 64}},
+            "features": {"a": {"kind": "categorical"}, "x": {"kind": "numeric", "entity": "e"}},
+        }
+    )
     schema = Schema.from_settings(settings)
     features = Features(
         ids_BC=np.zeros((1, 1), np.int64),

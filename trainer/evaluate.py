@@ -6,6 +6,7 @@ event is learned before it has been predicted.
 
 import time as clock
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 
 from trainer.dense import LearnerState
 from trainer.engines import build_engine
+from trainer.errors import SettingsError
 from trainer.events import derive
 from trainer.metrics import summary
 from trainer.schema import Schema
@@ -68,11 +70,10 @@ def evaluate(
             if progress is not None:
                 progress(done, table.num_rows)
     run_s = clock.perf_counter() - read_started
-    figures: dict[str, Any] = {}
-    if done:
-        figures = summary(np.concatenate(all_labels), np.concatenate(all_logits))
+    if not done:
+        raise SettingsError("data", got=f"{path} without rows", wanted="at least one event")
     return {
-        **figures,
+        **asdict(summary(np.concatenate(all_labels), np.concatenate(all_logits))),
         "events": done,
         "events_per_s": done / run_s,
         "seconds": run_s,

@@ -235,6 +235,67 @@ def _scatter_list(ids: Int64s, lengths_BF: npt.NDArray[np.int32], f: int, ids_BC
             at += 1
 
 
+def select(raw: RawEvents, keep_B: npt.NDArray[np.bool_]) -> RawEvents:
+    """The events where keep_B is true, in order."""
+    columns = {name: _select_column(column, keep_B) for name, column in raw.inputs.columns.items()}
+    rest = (getattr(raw, field.name)[keep_B] for field in fields(RawEvents)[1:])
+    return RawEvents(Inputs(int(np.count_nonzero(keep_B)), columns), *rest)
+
+
+def _select_column(column: InputColumn, keep_B: npt.NDArray[np.bool_]) -> InputColumn:
+    given_B = None if column.given_B is None else column.given_B[keep_B]
+    keep = keep_B if column.given_B is None else keep_B[column.given_B]  # of those that give it
+    if column.numbers is not None:
+        size = len(column.numbers) // max(len(keep), 1)
+        return InputColumn(given_B, numbers=column.numbers.reshape(len(keep), size)[keep].ravel())
+    if column.ids is None:
+        return InputColumn(given_B)
+    if column.lengths is None:
+        return InputColumn(given_B, ids=column.ids[keep])
+    return InputColumn(given_B, ids=column.ids[np.repeat(keep, column.lengths)], lengths=column.lengths[keep])
+
+
+def merge_context(schema: Schema, features: Features, context: Features) -> None:
+    """Give every row what it lacks of the one row `context`, in place: candidates that share a user, for instance."""
+    _merge_context(
+        features.ids_BC, features.lengths_BF, features.floats_BM, features.present_BA,
+        context.ids_BC, context.lengths_BF, context.floats_BM, context.present_BA,
+        schema.kind_A, schema.first_A, schema.span_A, schema.id_index_A,
+    )  # fmt: skip
+
+
+@kernel
+def _merge_context(
+    ids_BC: Int64s,
+    lengths_BF: npt.NDArray[np.int32],
+    floats_BM: Floats,
+    present_BA: npt.NDArray[np.uint8],
+    ids_1C: Int64s,
+    lengths_1F: npt.NDArray[np.int32],
+    floats_1M: Floats,
+    present_1A: npt.NDArray[np.uint8],
+    kind_A: Int64s,
+    first_A: Int64s,
+    span_A: Int64s,
+    id_index_A: Int64s,
+) -> None:
+    for b in range(present_BA.shape[0]):
+        for a in range(present_BA.shape[1]):
+            if present_BA[b, a] != 0 or present_1A[0, a] == 0:
+                continue
+            present_BA[b, a] = 1
+            for k in range(first_A[a], first_A[a] + span_A[a]):
+                if kind_A[a] != 0:
+                    ids_BC[b, k] = ids_1C[0, k]
+                else:
+                    floats_BM[b, k] = floats_1M[0, k]
+            if kind_A[a] != 0:
+                lengths_BF[b, id_index_A[a]] = lengths_1F[0, id_index_A[a]]
+
+
 def warm() -> None:
     """Compile the kernels."""
-    _scatter_list(np.zeros(1, np.int64), np.ones((1, 1), np.int32), 0, np.zeros((1, 1), np.int64), 0)
+    ids, lengths, floats = np.zeros((1, 1), np.int64), np.ones((1, 1), np.int32), np.zeros((1, 1), np.float32)
+    _scatter_list(np.zeros(1, np.int64), lengths, 0, ids, 0)
+    row, columns = (ids, lengths, floats, np.zeros((1, 1), np.uint8)), np.zeros((4, 1), np.int64)
+    _merge_context(*row, *row, *columns)

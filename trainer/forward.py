@@ -11,6 +11,7 @@ forward pass leaves for the backward one lies in another, `act`, of which x is t
     act:  x (n) | x_1 .. x_L (n each) | y_0 .. y_L-1 (n each) | v (R each) | h_1 .. | sum of rows (D)
     back: dx (n) | dx_l (n) | dy (n) | dh_1 ..
 """
+# ruff: noqa: PLR0917 -- kernels take arrays and numbers one by one: numba unpacks no objects.
 
 from typing import NamedTuple
 
@@ -19,8 +20,7 @@ import numpy.typing as npt
 
 from trainer.dense import DenseLayout
 from trainer.errors import UnsupportedByEventEngine
-from trainer.kernel import kernel_fast
-from trainer.optim import dense_step, dense_step_through
+from trainer.optim import dense_step, dense_step_through, kernel_hot
 from trainer.schema import Schema
 from trainer.settings import ModelSettings
 
@@ -60,6 +60,7 @@ def build_net(schema: Schema, model: ModelSettings) -> Net:
     size = np.array([n, *model.hidden], np.int64)
     hidden_act = n * (1 + 2 * L) + R * L + np.concatenate([[0], np.cumsum(size[1:])])
     hidden_back = 3 * n + np.concatenate([[0], np.cumsum(size[1:])])
+    cross = [starts[f"cross.{i}.{part}"] for i in range(L) for part in ("v", "u", "bias")]
     fm_width = int(schema.feature_width_F[0]) if model.fm and len(schema.feature_width_F) else 0
     return Net(
         size=size,
@@ -68,7 +69,7 @@ def build_net(schema: Schema, model: ModelSettings) -> Net:
         weight=np.array([starts[f"mlp.{i}.weight"] for i in range(len(model.hidden))], np.int64),
         bias=np.array([starts[f"mlp.{i}.bias"] for i in range(len(model.hidden))], np.int64),
         head=starts.get("mlp.head", 0),
-        cross=np.array([[starts[f"cross.{i}.{p}"] for p in ("v", "u", "bias")] for i in range(L)], np.int64).reshape(L, 3),
+        cross=np.array(cross, np.int64).reshape(L, 3),
         cross_head=starts.get("cross.head", 0),
         rank=R,
         fm_x=schema.feature_x_F if fm_width else np.empty(0, np.int64),
@@ -79,14 +80,14 @@ def build_net(schema: Schema, model: ModelSettings) -> Net:
     )
 
 
-@kernel_fast
+@kernel_hot
 def sigmoid(logit: np.float32) -> np.float32:
     """Probability of a logit, in float32."""
     bounded = min(max(logit, -LARGEST_LOGIT), LARGEST_LOGIT)
     return np.float32(ONE / (ONE + np.exp(-bounded)))
 
 
-@kernel_fast
+@kernel_hot
 def dot(a: Float32s, b: Float32s) -> np.float32:
     """Inner product of two vectors."""
     total = ZERO
@@ -95,7 +96,7 @@ def dot(a: Float32s, b: Float32s) -> np.float32:
     return total
 
 
-@kernel_fast
+@kernel_hot
 def net_logit(net: Net, params: Float32s, act: Float32s) -> np.float32:
     """MLP, cross and FM on the x that lies in `act`; fills the rest of `act`."""
     logit = ZERO
@@ -108,7 +109,7 @@ def net_logit(net: Net, params: Float32s, act: Float32s) -> np.float32:
     return logit
 
 
-@kernel_fast
+@kernel_hot
 def _mlp_forward(net: Net, params: Float32s, act: Float32s) -> np.float32:
     num_layers = net.weight.shape[0]
     for i in range(num_layers):
@@ -123,7 +124,7 @@ def _mlp_forward(net: Net, params: Float32s, act: Float32s) -> np.float32:
     return dot(params[net.head : net.head + last.shape[0]], last)
 
 
-@kernel_fast
+@kernel_hot
 def _cross_forward(net: Net, params: Float32s, act: Float32s) -> np.float32:
     n, L, R = net.size[0], net.cross.shape[0], net.rank
     x = act[:n]
@@ -147,7 +148,7 @@ def _cross_forward(net: Net, params: Float32s, act: Float32s) -> np.float32:
     return dot(params[net.cross_head : net.cross_head + n], act[L * n : L * n + n])
 
 
-@kernel_fast
+@kernel_hot
 def _fm_forward(net: Net, act: Float32s) -> np.float32:
     total = act[net.fm_act : net.fm_act + net.fm_width]
     total[:] = ZERO
@@ -160,7 +161,7 @@ def _fm_forward(net: Net, act: Float32s) -> np.float32:
     return HALF * (dot(total, total) - squares)
 
 
-@kernel_fast
+@kernel_hot
 def net_backward(
     net: Net,
     params: Float32s,
@@ -185,7 +186,7 @@ def net_backward(
         _fm_backward(net, act, back, g)
 
 
-@kernel_fast
+@kernel_hot
 def _mlp_backward(
     net: Net,
     params: Float32s,
@@ -224,7 +225,7 @@ def _mlp_backward(
         dense_step(rule, params[at : at + width], state[at : at + width], ONE, dh, lr, eps)
 
 
-@kernel_fast
+@kernel_hot
 def _cross_backward(
     net: Net,
     params: Float32s,
@@ -262,7 +263,7 @@ def _cross_backward(
         dx[k] += dxl[k]
 
 
-@kernel_fast
+@kernel_hot
 def _fm_backward(net: Net, act: Float32s, back: Float32s, g: np.float32) -> None:
     total = act[net.fm_act : net.fm_act + net.fm_width]
     for f in range(net.fm_x.shape[0]):

@@ -1,4 +1,6 @@
-"""The live store: what the trainer publishes and the service reads, in shared memory. One writer a shard, readers without locks.
+"""The live store: what the trainer publishes and the service reads, in shared memory.
+
+One writer a shard (`live_writer`), any number of readers without locks, in any process (`live_reader`).
 
 The writer's order at a publish, so that a version never promises what a reader cannot see yet:
 
@@ -19,6 +21,7 @@ from trainer.live_kernels import DEFAULT, LEARNED, UNKNOWN, read_record
 from trainer.live_layout import Layout, Section
 from trainer.live_reader import Reader, ShardView, StoreState
 from trainer.live_writer import Writer
+from trainer.probe import home_slot
 
 __all__ = [
     "DEFAULT",
@@ -45,7 +48,7 @@ def warm() -> None:
     with tempfile.TemporaryDirectory() as directory:
         layout = Layout((section,), dense_size=3, pair_slots=4, num_shards=1, schema_hash=1)
         with Writer.create(directory, layout) as writer:
-            slots = np.array([int(kernels.home_slot(i, section.capacity)) for i in ids.tolist()], np.int64)
+            slots = np.array([int(home_slot(i, section.capacity)) for i in ids.tolist()], np.int64)
             ones = np.ones(2, np.uint32)
             writer.put("warm", slots, ids, np.ones((2, 4), np.uint32), ones, ones)
             writer.remove("warm", slots)

@@ -1,44 +1,53 @@
-"""Loads, stores and fences with a memory order, for kernels that share memory with another process; prefetch and yield.
+"""Memory shared with another process, as kernels see it: loads and stores with a memory order, fences, prefetch.
 
 Plain loads and stores are no memory model: a compiler or processor may reorder them. On x86, acquire and release only
-bind the compiler and cost nothing; elsewhere they are what makes a seqlock one. Elements are of any integer type:
+bind the compiler and cost nothing; elsewhere they are what makes a seqlock one.
 
-    load(array, index)    load_acquire(array, index)    store(array, index, value)    store_release(array, index, value)
+Addresses are plain integers in bytes, and everything here works on them rather than on arrays: numba counts references
+to arrays with atomic instructions, which cost more than the reads themselves once a kernel is cut into functions.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import numpy.typing as npt
 from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-def _element(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> Any:
-    """Pointer to one element of a C-contiguous array."""
-    data = context.make_array(array_type)(context, builder, array).data
-    return builder.gep(data, [index])
+LANES = 8  # int64 of a cache line, compared at once by `match_line`
+
+_INT64, _INT32, _INT8, _BIT = ir.IntType(64), ir.IntType(32), ir.IntType(8), ir.IntType(1)
+_LINE = ir.VectorType(_INT64, LANES)
 
 
-def _loader(order: str) -> Callable[..., Any]:
-    def load(typing_context: Any, array: Any, index: Any) -> Any:
+def _address_of(typing_context: Any, array: Any) -> Any:
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, args[0]).data
+        return builder.ptrtoint(data, _INT64)
+
+    return types.int64(array), build
+
+
+def _loader(kind: Any, order: str) -> Callable[..., Any]:
+    def load(typing_context: Any, address: Any) -> Any:
         def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            pointer = _element(context, builder, signature.args[0], args[0], args[1])
-            return builder.load_atomic(pointer, order, array.dtype.bitwidth // 8)
+            pointer = builder.inttoptr(args[0], ir.IntType(kind.bitwidth).as_pointer())
+            return builder.load_atomic(pointer, order, kind.bitwidth // 8)
 
-        return array.dtype(array, types.int64), build
+        return kind(types.int64), build
 
     return load
 
 
-def _storer(order: str) -> Callable[..., Any]:
-    def store(typing_context: Any, array: Any, index: Any, value: Any) -> Any:
+def _storer(kind: Any, order: str) -> Callable[..., Any]:
+    def store(typing_context: Any, address: Any, value: Any) -> Any:
         def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            pointer = _element(context, builder, signature.args[0], args[0], args[1])
-            builder.store_atomic(args[2], pointer, order, array.dtype.bitwidth // 8)
+            pointer = builder.inttoptr(args[0], ir.IntType(kind.bitwidth).as_pointer())
+            builder.store_atomic(args[1], pointer, order, kind.bitwidth // 8)
             return context.get_dummy_value()
 
-        return types.void(array, types.int64, array.dtype), build
+        return types.void(types.int64, kind), build
 
     return store
 
@@ -54,25 +63,63 @@ def _fencer(order: str) -> Callable[..., Any]:
     return fence
 
 
-def _prefetch(typing_context: Any, array: Any, index: Any) -> Any:
+def _prefetch(typing_context: Any, address: Any) -> Any:
     def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        int32, byte_pointer = ir.IntType(32), ir.IntType(8).as_pointer()
-        signature_llvm = ir.FunctionType(ir.VoidType(), [byte_pointer, int32, int32, int32])
-        llvm_prefetch = cgutils.get_or_insert_function(builder.module, signature_llvm, "llvm.prefetch.p0")
-        pointer = builder.bitcast(_element(context, builder, signature.args[0], args[0], args[1]), byte_pointer)
-        for_reading, keep_in_all_levels, of_data = int32(0), int32(3), int32(1)
-        builder.call(llvm_prefetch, [pointer, for_reading, keep_in_all_levels, of_data])
+        pointer_type = _INT8.as_pointer()
+        function_type = ir.FunctionType(ir.VoidType(), [pointer_type, _INT32, _INT32, _INT32])
+        function: Any = cgutils.get_or_insert_function(  # type: ignore[no-untyped-call] # numba has no types for it
+            builder.module, function_type, "llvm.prefetch.p0"
+        )
+        for_reading, into_all_levels, of_data = _INT32(0), _INT32(3), _INT32(1)
+        builder.call(function, [builder.inttoptr(args[0], pointer_type), for_reading, into_all_levels, of_data])
         return context.get_dummy_value()
 
-    return types.void(array, types.int64), build
+    return types.void(types.int64), build
 
 
-# Called as functions rather than used as decorators: numba is untyped, and these are the types that kernels see.
-load: Callable[[npt.NDArray[Any], int], int] = intrinsic(_loader("monotonic"))
-load_acquire: Callable[[npt.NDArray[Any], int], int] = intrinsic(_loader("acquire"))
-store: Callable[[npt.NDArray[Any], int, Any], None] = intrinsic(_storer("monotonic"))
-store_release: Callable[[npt.NDArray[Any], int, Any], None] = intrinsic(_storer("release"))
-fence_acquire: Callable[[], None] = intrinsic(_fencer("acquire"))
-fence_release: Callable[[], None] = intrinsic(_fencer("release"))
-prefetch: Callable[[npt.NDArray[Any], int], None] = intrinsic(_prefetch)
-sched_yield: Callable[[], int] = types.ExternalFunction("sched_yield", types.int32())
+def _copy_words(typing_context: Any, target: Any, source: Any, num_words: Any) -> Any:
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        target, source = (builder.inttoptr(address, _INT8.as_pointer()) for address in args[:2])
+        num_bytes = builder.shl(args[2], _INT64(2))
+        cgutils.raw_memcpy(builder, target, source, num_bytes, 1)  # type: ignore[no-untyped-call] # no types for it
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), build
+
+
+def _match_line(typing_context: Any, address: Any, key: Any) -> Any:
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        line = builder.load(builder.inttoptr(args[0], _LINE.as_pointer()))
+        line.align = 8
+        undefined, zeros = ir.Constant(_LINE, ir.Undefined), ir.Constant(ir.VectorType(_INT32, LANES), [0] * LANES)
+        keys = builder.shuffle_vector(builder.insert_element(undefined, args[1], _INT32(0)), undefined, zeros)
+        bits = builder.bitcast(builder.icmp_signed("==", line, keys), ir.IntType(LANES))
+        return builder.zext(bits, _INT64)
+
+    return types.int64(types.int64, types.int64), build
+
+
+def _first_bit(typing_context: Any, bits: Any) -> Any:
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.cttz(args[0], _BIT(1))
+
+    return types.int64(types.int64), build
+
+
+# Called as functions rather than used as decorators: these are the types that kernels see.
+address_of: Callable[[npt.NDArray[Any]], int] = cast("Any", intrinsic(_address_of))
+load_u32: Callable[[int], int] = cast("Any", intrinsic(_loader(types.uint32, "monotonic")))
+load_u32_acquire: Callable[[int], int] = cast("Any", intrinsic(_loader(types.uint32, "acquire")))
+load_i64: Callable[[int], int] = cast("Any", intrinsic(_loader(types.int64, "monotonic")))
+load_i64_acquire: Callable[[int], int] = cast("Any", intrinsic(_loader(types.int64, "acquire")))
+store_u32: Callable[[int, int], None] = cast("Any", intrinsic(_storer(types.uint32, "monotonic")))
+store_u32_release: Callable[[int, int], None] = cast("Any", intrinsic(_storer(types.uint32, "release")))
+store_i64: Callable[[int, int], None] = cast("Any", intrinsic(_storer(types.int64, "monotonic")))
+store_i64_release: Callable[[int, int], None] = cast("Any", intrinsic(_storer(types.int64, "release")))
+fence_acquire: Callable[[], None] = cast("Any", intrinsic(_fencer("acquire")))
+fence_release: Callable[[], None] = cast("Any", intrinsic(_fencer("release")))
+prefetch: Callable[[int], None] = cast("Any", intrinsic(_prefetch))  # ask for the cache line at an address
+copy_words: Callable[[int, int, int], None] = cast("Any", intrinsic(_copy_words))  # to, from, number of uint32
+match_line: Callable[[int, int], int] = cast("Any", intrinsic(_match_line))  # bit k: int64 k of the line is the key
+first_bit: Callable[[int], int] = cast("Any", intrinsic(_first_bit))  # position of the lowest one; not for 0
+sched_yield: Callable[[], int] = cast("Any", types.ExternalFunction("sched_yield", types.int32()))

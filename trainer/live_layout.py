@@ -1,6 +1,6 @@
-"""Where everything lies in a live store: its sections, the bytes of a shard's file, and the manifest that names the files.
+"""Where everything lies in a live store: its sections, the bytes of a shard's file, the manifest that names the files.
 
-A store is a directory: `CURRENT` (the manifest, JSON, replaced atomically) and one file per shard and generation. A file:
+A store is a directory: `CURRENT` (the manifest, JSON, replaced atomically) and a file per shard and generation:
 
     header (4 KiB) | per section: keys int64[capacity], records uint32[capacity][3 + words] | pairs float32 | dense x 2
 
@@ -43,7 +43,7 @@ _PAGE_WORDS = 512  # int64 of a page
 
 @dataclass(frozen=True)
 class Section:
-    """One hash table of a store; `capacity` slots in *each* shard, `words` of 32 bits a record (rows: D + wide weight)."""
+    """One hash table of a store: `capacity` slots in *each* shard, rows of `words` uint32 (tables: D + wide weight)."""
 
     name: str
     kind: Literal["rows", "entity"]
@@ -64,8 +64,7 @@ class Layout:
     def __post_init__(self) -> None:
         """Refuse what no file can hold."""
         if self.num_shards < 1 or self.dense_size < 0 or self.pair_slots < 0:
-            message = f"got {self.num_shards} shards, {self.dense_size} dense, {self.pair_slots} pairs; wanted >= 1, 0, 0"
-            raise ValueError(message)
+            raise ValueError(f"{self}: wanted at least one shard, and no negative size")
         if len({section.name for section in self.sections}) < len(self.sections):
             raise ValueError(f"section names must differ, got {[section.name for section in self.sections]}")
         for section in self.sections:
@@ -90,7 +89,7 @@ class Places:
         at = HEADER_BYTES // 8
         descriptors_S7 = np.zeros((len(layout.sections), 7), np.int64)
         for section, descriptor in zip(layout.sections, descriptors_S7, strict=True):
-            records = _page_up(at + section.capacity)
+            records = at + keys_size(section.capacity)
             descriptor[0], descriptor[WINDOW_SLOTS] = section.capacity, min(WINDOW, section.capacity)
             descriptor[KEYS], descriptor[SEQ], descriptor[WORDS] = at, 2 * records, section.words
             descriptor[META], descriptor[ROWS] = 2 * records + SEQ_WORDS, 2 * records + SEQ_WORDS + META_WORDS
@@ -102,6 +101,11 @@ class Places:
         dense_words = (layout.dense_size + 1) // 2 if shard == 0 else 0
         num_bytes = 8 * _page_up(dense + 2 * dense_words)
         return cls(descriptors_S7, 2 * pairs, pair_slots, dense, dense_words, num_bytes)
+
+
+def keys_size(capacity: int) -> int:
+    """int64 that a section's keys take: whole cache lines, for they are compared by the line."""
+    return _page_up(capacity)
 
 
 def _page_up(words: int) -> int:
@@ -222,6 +226,7 @@ def check_array(name: str, array: Array, dtype: type, shape: tuple[int, ...]) ->
 
 
 def views(memory: mmap.mmap) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+    """The same bytes as uint32, int64 and float32; read-only if the mapping is."""
     return np.frombuffer(memory, np.uint32), np.frombuffer(memory, np.int64), np.frombuffer(memory, np.float32)
 
 

@@ -1,4 +1,4 @@
-"""The reader of a live store: any number of them, in any process; read-only, lock-free, from generation to generation."""
+"""The reader of a live store: read-only and lock-free, in any process, from generation to generation."""
 
 import contextlib
 import mmap
@@ -16,6 +16,7 @@ from trainer import live_layout as at
 from trainer.errors import SchemaMismatch, StoreUnavailable
 from trainer.live_kernels import LEARNED
 from trainer.live_layout import Array, Layout, Manifest, Places, advise_huge_pages, check_array, views
+from trainer.probe import shard_of
 
 CHECK_S = 1.0  # between looks at the manifest: how long a reader may follow a store whose directory was removed
 _POLL_S = 0.01  # between attempts to attach
@@ -62,7 +63,7 @@ class _Attached:
     def state(self) -> StoreState:
         states = np.empty((len(self.views), at.STATE_SIZE), np.int64)
         for view, state in zip(self.views, states, strict=True):
-            kernels.read_double(view.i64, at.STATE_BEGUN, at.STATE_FIRST, at.STATE_SIZE, state)
+            kernels.read_double(view.i64, at.STATE_BEGUN, at.STATE_FIRST, state)
         version, step, watermark_us, heartbeat_us = states.min(0).tolist() if len(states) > 1 else states[0].tolist()
         version += self.lift << at.COMMIT_BITS
         header = self.views[0].i64
@@ -150,7 +151,7 @@ class Reader:
 
     @property
     def shards(self) -> list[ShardView]:
-        """The attached generation's files, for kernels that read rows themselves (`read_record`). Arrays are read-only."""
+        """The attached generation's files, for kernels that read rows themselves (`read_record`); read-only arrays."""
         return self._now().views
 
     def state(self) -> StoreState:
@@ -166,29 +167,30 @@ class Reader:
         descriptor_7 = attached.sections[section]
         num, words = len(ids_N), int(descriptor_7[kernels.WORDS])
         check_array("ids_N", ids_N, np.int64, (num,))
-        rows_NW, status_N = np.empty((num, words), np.uint32), np.empty(num, np.uint8)
+        rows, status_N = np.empty(num * words, np.uint32), np.empty(num, np.uint8)
+        rows_NW = rows.reshape(num, words)
         if len(attached.views) == 1:
             view = attached.views[0]
-            kernels.gather_records(view.u32, view.i64, descriptor_7, ids_N, rows_NW, status_N)
+            kernels.gather_records(view.u32, view.i64, descriptor_7, ids_N, rows, status_N)
             return rows_NW, status_N
         shard_N = np.empty(num, np.int64)
         kernels.shards_of(ids_N, len(attached.views), shard_N)
         for shard, view in enumerate(attached.views):
             mine = np.flatnonzero(shard_N == shard)
-            part_NW, part_N = np.empty((len(mine), words), np.uint32), np.empty(len(mine), np.uint8)
-            kernels.gather_records(view.u32, view.i64, descriptor_7, ids_N[mine], part_NW, part_N)
-            rows_NW[mine], status_N[mine] = part_NW, part_N
+            part, part_N = np.empty(len(mine) * words, np.uint32), np.empty(len(mine), np.uint8)
+            kernels.gather_records(view.u32, view.i64, descriptor_7, ids_N[mine], part, part_N)
+            rows_NW[mine], status_N[mine] = part.reshape(-1, words), part_N
         return rows_NW, status_N
 
     def dense(self) -> tuple[npt.NDArray[np.float32], int]:
-        """The dense weights (P) of one publish, and its number (0: none yet); copied when they have changed, read-only."""
+        """The dense weights (P) of one publish, read-only, and its number (0: none yet); copied on change."""
         attached = self._now()
         view = attached.views[0]
         cached = attached.dense
         if int(view.i64[at.DENSE_BEGUN + 1]) == cached[1] & ((1 << at.COMMIT_BITS) - 1):
             return cached
         words = np.empty(view.places.dense_words, np.int64)
-        number = kernels.read_double(view.i64, at.DENSE_BEGUN, view.places.dense_off, len(words), words)
+        number = kernels.read_double(view.i64, at.DENSE_BEGUN, view.places.dense_off, words)
         params_P = words.view(np.float32)[: attached.layout.dense_size]
         params_P.setflags(write=False)
         generation = int(view.i64[at.GENERATION_AT]) + attached.lift
@@ -199,10 +201,9 @@ class Reader:
         """When an id was last seen (s) and how often; None if it is unknown. Changes nothing."""
         attached = self._now()
         descriptor_7 = attached.sections[section]
-        shard = int(kernels.shard_of(id_, len(attached.views)))
+        shard = int(shard_of(id_, len(attached.views)))
         view, meta = attached.views[shard], np.empty(kernels.META_WORDS, np.uint32)
-        part = (kernels.META, kernels.META_WORDS, meta, 0)
-        status = kernels.read_part(view.u32, view.i64, descriptor_7, id_, *part)
+        status = kernels.read_meta(view.u32, descriptor_7, id_, meta)
         return (int(meta[0]), int(meta[1])) if status == LEARNED else None
 
 
@@ -221,7 +222,9 @@ def _map_files(directory: Path, manifest: Manifest, old: _Attached | None) -> li
     views = []
     for shard, name in enumerate(manifest.files):
         if name is None:
-            raise StoreUnavailable(f"shard {shard} of {len(manifest.files)} in {directory} is not published yet: start it")
+            raise StoreUnavailable(
+                f"shard {shard} of {len(manifest.files)} in {directory} is missing: start its writer"
+            )
         try:
             stat = (directory / name).stat()
             view = mapped.get((stat.st_dev, stat.st_ino))

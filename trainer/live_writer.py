@@ -17,7 +17,7 @@ from trainer import live_kernels as kernels
 from trainer import live_layout as at
 from trainer.errors import StoreUnavailable
 from trainer.live_layout import Array, Layout, Manifest, Places, advise_huge_pages, check_array, views
-from trainer.probe import EMPTY
+from trainer.probe import EMPTY, REMOVED
 
 
 class Writer:
@@ -35,7 +35,7 @@ class Writer:
         self._path = directory / at.file_name(shard, layout.num_shards, generation)
         memory = _make_file(self._path, self._places.num_bytes)
         self._u32, self._i64, self._f32 = views(memory)
-        self._sections = {section.name: row for section, row in zip(layout.sections, self._places.descriptors_S7, strict=True)}
+        self._sections = {section.name: self._places.descriptors_S7[s] for s, section in enumerate(layout.sections)}
         self._state = np.array([generation << at.COMMIT_BITS, 0, 0, 0], np.int64)  # version, step, watermark, heartbeat
         self._state_lock = threading.Lock()
         self._dense = np.zeros(2 * self._places.dense_words, np.float32)  # padded to whole int64
@@ -61,8 +61,9 @@ class Writer:
 
     def _fill_header(self) -> None:
         for descriptor in self._places.descriptors_S7:
-            first = descriptor[kernels.KEYS]
-            self._i64[first : first + descriptor[kernels.CAPACITY]] = EMPTY
+            capacity, keys = int(descriptor[kernels.CAPACITY]), self._i64[descriptor[kernels.KEYS] :]
+            keys[:capacity] = EMPTY
+            keys[capacity : at.keys_size(capacity)] = REMOVED  # no id's, and no end of a probe
         header = {
             at.MAGIC_AT: at.MAGIC,
             at.FORMAT_AT: at.FORMAT,
@@ -83,7 +84,9 @@ class Writer:
         """The version last committed; `generation << 40` before the first commit."""
         return int(self._state[0])
 
-    def put(self, section: str, slots_N: Array, keys_N: Array, words_NW: Array, seen_s_N: Array, counts_N: Array) -> None:
+    def put(  # noqa: PLR0917 -- one argument a column
+        self, section: str, slots_N: Array, keys_N: Array, words_NW: Array, seen_s_N: Array, counts_N: Array
+    ) -> None:
         """Write whole records at known slots: int64 slots and ids, uint32 words, last seen (s) and counts.
 
         Free slots between an id's home and its slot become tombstones, so that rows held back by the guard break no
@@ -99,16 +102,16 @@ class Writer:
         bad = kernels.first_misplaced(descriptor_7, slots_N, keys_N)
         if bad >= 0:
             raise ValueError(f"{section}: slot {slots_N[bad]} is not in the window of id {keys_N[bad]}")
-        kernels.put_records(self._u32, self._i64, descriptor_7, slots_N, keys_N, words_NW, seen_s_N, counts_N)
+        kernels.put_records(self._u32, descriptor_7, slots_N, keys_N, words_NW, seen_s_N, counts_N)
 
     def remove(self, section: str, slots_N: Array) -> None:
         """Leave tombstones at int64 slots: whatever ids were there are unknown from now on."""
         check_array("slots_N", slots_N, np.int64, (len(slots_N),))
-        if not kernels.remove_keys(self._i64, self._sections[section], slots_N):
+        if not kernels.remove_keys(self._u32, self._sections[section], slots_N):
             raise ValueError(f"{section}: a slot is outside 0 to {self._sections[section][kernels.CAPACITY] - 1}")
 
     def put_pairs(self, index_N: Array, values_N: Array) -> None:
-        """Write float32 pair weights at int64 indexes of the whole store; shard k owns those with index % num_shards = k."""
+        """Write float32 pair weights at int64 indexes of the whole store; shard k owns index % num_shards = k."""
         check_array("index_N", index_N, np.int64, (len(index_N),))
         check_array("values_N", values_N, np.float32, (len(index_N),))
         shape = (self._places.pairs_off, self.shard, self.layout.num_shards, self.layout.pair_slots)
@@ -116,13 +119,12 @@ class Writer:
             raise ValueError(f"a pair index is not one of shard {self.shard}'s below {self.layout.pair_slots}")
 
     def put_dense(self, params_P: Array) -> None:
-        """Replace the dense weights (float32) as one: a reader gets all of these or all of the ones before. Shard 0 only."""
+        """Replace the dense weights (float32) as one: readers get all of these or all of those before. Shard 0 only."""
         if self.shard != 0:
             raise ValueError(f"dense weights live in shard 0, this is the writer of shard {self.shard}")
         check_array("params_P", params_P, np.float32, (self.layout.dense_size,))
         self._dense[: self.layout.dense_size] = params_P
-        values, dense_words = self._dense.view(np.int64), self._places.dense_words
-        kernels.put_double(self._i64, at.DENSE_BEGUN, self._places.dense_off, dense_words, values)
+        kernels.put_double(self._i64, at.DENSE_BEGUN, self._places.dense_off, self._dense.view(np.int64))
 
     def commit(self, *, step: int, watermark_us: int) -> int:
         """Make everything put since the last commit one version: the last act of a publish. Returns the version."""
@@ -140,7 +142,7 @@ class Writer:
             self._publish_state()
 
     def _publish_state(self) -> None:
-        kernels.put_double(self._i64, at.STATE_BEGUN, at.STATE_FIRST, at.STATE_SIZE, self._state)
+        kernels.put_double(self._i64, at.STATE_BEGUN, at.STATE_FIRST, self._state)
 
     def activate(self) -> None:
         """Make this generation the one that readers attach to, complete as it is now.
@@ -177,7 +179,9 @@ class Writer:
         """Close it at the end of a `with` block."""
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         """Close it, whatever happened."""
         self.close()
 
@@ -197,7 +201,8 @@ def _make_file(path: Path, num_bytes: int) -> mmap.mmap:
         room = os.statvfs(path.parent)
         raise StoreUnavailable(
             f"no room for the live store in {path.parent}: wanted {num_bytes >> 20} MiB, "
-            f"free {room.f_bavail * room.f_frsize >> 20} MiB ({error.strerror}): lower the tables' capacity or move the store"
+            f"free {room.f_bavail * room.f_frsize >> 20} MiB ({error.strerror}): lower the tables' capacity"
+            " or move the store"
         ) from error
     finally:
         os.close(descriptor)

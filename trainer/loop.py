@@ -207,7 +207,7 @@ class Trainer:
             logger.warning("checkpoint: %s", note)
         progress = loaded.snapshot.progress
         self.place = Place(progress.position, progress.step, progress.watermark_us, progress.store_version)
-        self.metrics = Progressive.from_state(loaded.snapshot.metrics)
+        self.metrics.load_state(loaded.snapshot.metrics)
         logger.info("restored %s: step %d, log entry %s", loaded.path, progress.step, progress.position)
 
     def _capture(self) -> Snapshot:

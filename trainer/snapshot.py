@@ -164,6 +164,7 @@ def _restore_table(tensors: Tensors, tables: Tables, table: Table, saved: dict[s
     for name in SLOT_STATE + ROW_STATE:
         getattr(tables, name)[slots_N] = tensors[name][kept_N]
     tables.rows(table.index)[slots_N - base] = tensors["rows"][kept_N]
+    tables.num_rows_T[table.index] = len(kept_N)
     return _dropped(f"table {table.name}", len(tensors["ids"]) - len(kept_N), table.capacity)
 
 

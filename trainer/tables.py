@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from trainer import index
 from trainer.hashing import hash_values
-from trainer.index import Int64s, UInt8s, UInt32s
+from trainer.index import Int64s, UInt8s
 from trainer.kernel import kernel
 from trainer.probe import EMPTY, REMOVED, mix64
 from trainer.schema import Schema
@@ -77,13 +77,13 @@ class _Scratch:
 
 
 @kernel
-def reset_rows(
+def reset_rows(  # noqa: PLR0917 -- kernels take arrays one by one: numba unpacks no objects
     touched_K: Int64s,
     touched_table_K: Int64s,
     fresh_K: UInt8s,
     keys_G: Int64s,
     tables_T3: Int64s,
-    salt_T: npt.NDArray[np.uint64],
+    salt_T: Int64s,
     init_T2: Float32s,
     weights: Float32s,
     accumulators_G: Float32s,
@@ -103,14 +103,15 @@ def reset_rows(
         slot = touched_K[i]
         t = touched_table_K[i]
         width = tables_T3[t, 2]
-        at = tables_T3[t, 1] + (slot - tables_T3[t, 0]) * width
-        state = mix64(np.uint64(keys_G[slot]) ^ salt_T[t])
+        start = tables_T3[t, 1] + (slot - tables_T3[t, 0]) * width
+        row = weights[start : start + width]
+        state = mix64(keys_G[slot] ^ salt_T[t])
         scale = init_T2[t, 0]
         for k in range(width):
-            bits = mix64(state + np.uint64(k + 1) * GOLDEN)
+            bits = mix64(int(state + np.uint64(k + 1) * GOLDEN))
             low = (bits & SIXTEEN) + ((bits >> np.uint64(16)) & SIXTEEN)
             high = ((bits >> np.uint64(32)) & SIXTEEN) + (bits >> np.uint64(48))
-            weights[at + k] = scale * np.float32(np.int64(low + high) - 131070)
+            row[k] = scale * np.float32(np.int64(low + high) - 131070)
         accumulators_G[slot] = init_T2[t, 1]
         wide_z_G[slot] = np.float32(0)
         wide_n_G[slot] = np.float32(0)
@@ -138,6 +139,7 @@ class Tables:
         self.slot_base_T = _starts(self.capacity_T)
         self.weight_base_T = _starts(self.capacity_T * self.width_T)
         self.ttl_s_T = np.array([math.ceil(table.ttl_s or 0) for table in schema.tables], np.int64)
+        self.num_rows_T = np.zeros(len(capacities), np.int64)
         num_slots = sum(capacities)
         self.keys = np.full(num_slots, EMPTY, np.int64)
         self.stamps = np.zeros(num_slots, np.int64)
@@ -154,7 +156,7 @@ class Tables:
         self._layout_T3 = np.stack([self.slot_base_T, self.weight_base_T, self.width_T], axis=1)
         self._init_T2 = np.array([(t.init_std / SUM_STD, t.initial_accumulator) for t in schema.tables], np.float32)
         # By name, so that a table added before this one does not change what its ids start from.
-        self._salt_T = hash_values([f"{model.seed}/{table.name}" for table in schema.tables]).view(np.uint64)
+        self._salt_T = hash_values([f"{model.seed}/{table.name}" for table in schema.tables])
 
     @property
     def num_bytes(self) -> int:
@@ -175,9 +177,9 @@ class Tables:
             self._scratch = _Scratch(B * C)
         scratch = self._scratch
         index.assign_batch(
-            ids_BC, rows_B, self.schema.column_table_C, self._index_T3, self.keys, self.stamps, self.seen_s,
-            self.counts, self.clock, now_s, slots_BC, scratch.touched_K, scratch.touched_table_K, scratch.fresh_K,
-            scratch.evicted_3E, scratch.totals_4,
+            ids_BC, rows_B, self.schema.column_table_C, self._index_T3, self.num_rows_T, self.keys, self.stamps,
+            self.seen_s, self.counts, self.clock, now_s, slots_BC, scratch.touched_K, scratch.touched_table_K,
+            scratch.fresh_K, scratch.evicted_3E, scratch.totals_4,
         )  # fmt: skip
         self.clock += B
         num_touched, num_evicted, num_unplaced, num_new = scratch.totals_4.tolist()
@@ -207,6 +209,7 @@ class Tables:
         """Forget ids; the global slots freed, to be given to the publisher."""
         removed_N = np.empty(len(ids_N), np.int64)
         count = index.remove_ids(self.keys, self.slot_base_T[table], self.capacity_T[table], ids_N, removed_N)
+        self.num_rows_T[table] -= count
         return removed_N[:count]
 
     def expire(self, now_s: int, max_slots: int) -> Int64s:
@@ -223,12 +226,18 @@ class Tables:
             t, first = self._sweep_from(with_ttl)
             step = min(left, int(self.capacity_T[t]) - first)
             base = int(self.slot_base_T[t]) + first
-            count += index.expire_range(
+            num_expired = index.expire_range(
                 self.keys, self.seen_s, base, base + step, now_s, int(self.ttl_s_T[t]), removed_N[count:]
             )
+            self.num_rows_T[t] -= num_expired
+            count += int(num_expired)
             self.sweep_position = (self.sweep_position + step) % total
             left -= step
         return removed_N[:count]
+
+    def num_rows(self, table: int) -> int:
+        """Number of ids that a table holds."""
+        return int(self.num_rows_T[table])
 
     def occupied(self, table: int) -> Int64s:
         """Local slots that hold an id, ascending."""

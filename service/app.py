@@ -1,0 +1,207 @@
+"""One worker process: its parts, its three listeners on one event loop, and its life from start to drain.
+
+start: 1. handlers are up (everything that needs a model answers `not_ready`)   2. kernels are loaded
+       3. the store is attached, as soon as there is one                        4. ready
+drain: 1. readiness says no   2. no new connections   3. what is under way is finished   4. the process ends
+"""
+
+import asyncio
+import contextlib
+import gc
+import logging
+import math
+import signal
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from service import catalogue
+from service.edge import Edge
+from service.errors import PROBLEM_TYPE, ServiceError, problem_json
+from service.health import Health
+from service.ingest import Ingest
+from service.live_model import LiveModel
+from service.meters import Meters
+from service.parts import Parts
+from service.proto_wire import Messages
+from service.rest import build_admin_app, build_app
+from service.rpc import RpcServer
+from service.wire import Requests
+from trainer import entities, events, hashing, live, scorer
+from trainer.board import Board
+from trainer.errors import SchemaMismatch, SettingsError, StoreUnavailable
+from trainer.schema import Schema
+from trainer.settings import Settings
+from trainer.stream import TIMEOUT_S, AsyncEventLog
+
+ATTACH_EVERY_S = 0.1  # between looks for a store that is not there yet
+WATCH_EVERY_S = 1.0  # between looks at our own health, for gRPC's health service and the age metric
+PING_TIMEOUT_S = 0.5  # a probe that waits longer for the log than its prober waits for it would say nothing
+NOTICE_S = 0.2  # from saying "not ready" to refusing connections: a load balancer should hear it first
+FINISH_S = 10.0  # what is under way may take so long to finish at the end; the supervisor waits longer
+KEEP_ALIVE_S = 75  # longer than a client's own idle time, so that it is rarely the server that closes
+
+logger = logging.getLogger("livebed.service")
+
+
+@dataclass(frozen=True)
+class Listeners:
+    """Sockets that the supervisor opened and every worker accepts from."""
+
+    http: socket.socket
+    admin: socket.socket
+
+
+class Worker:
+    """One worker. `run` returns after a drain; an error that it raises should end the process."""
+
+    def __init__(self, settings: Settings, *, worker: int, listeners: Listeners) -> None:
+        self.settings = settings
+        self.grpc_port = 0
+        self._board = Board.open(settings.metrics_path, f"service-{worker}")
+        self._log, self._probe = _event_log(settings, TIMEOUT_S), _event_log(settings, PING_TIMEOUT_S)
+        self.parts = build_parts(settings, self._board, self._log, self._probe)
+        self._http = _server(build_app(self.parts))
+        self._admin = _server(build_admin_app(self.parts))
+        self._rpc = RpcServer(self.parts)
+        self._listeners = listeners
+        self._stop = asyncio.Event()
+
+    def ask_to_stop(self) -> None:
+        """Begin the drain; from the event loop's thread."""
+        self._stop.set()
+
+    async def run(self, *, signals: bool = True) -> None:
+        """Serve until SIGTERM, SIGINT or `ask_to_stop`."""
+        if signals:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                asyncio.get_running_loop().add_signal_handler(number, self._stop.set)
+        self._board.gauge("livebed_build_info", version=catalogue.package_version()).set(1)
+        async with asyncio.TaskGroup() as tasks:  # one that fails takes the others, and the process, with it
+            tasks.create_task(self._http.serve(sockets=[self._listeners.http]))
+            tasks.create_task(self._admin.serve(sockets=[self._listeners.admin]))
+            serving = self.settings.serving
+            self.grpc_port = await self._rpc.start(serving.host, serving.grpc_port)
+            watching = tasks.create_task(self._watch())
+            starting = tasks.create_task(self._start())
+            await self._stop.wait()
+            starting.cancel()
+            watching.cancel()
+            await self._drain()
+        await self._close()
+
+    async def _start(self) -> None:
+        health = self.parts.health
+        health.attach_problem = "loading the kernels"
+        await asyncio.to_thread(load_kernels)
+        while not self._attached():
+            await asyncio.sleep(ATTACH_EVERY_S)
+        logger.info("ready: %s", self.parts.model.canary())
+        health.started = True
+        # What was made so far stays: the collector need not look at it again in the middle of a request.
+        gc.collect()
+        gc.freeze()
+
+    def _attached(self) -> bool:
+        health = self.parts.health
+        try:
+            self.parts.model.attach()
+        except (StoreUnavailable, SchemaMismatch) as error:
+            if health.attach_problem != str(error):
+                logger.info("waiting for a live store: %s", error)
+            health.attach_problem = str(error)
+            return False
+        return True
+
+    async def _watch(self) -> None:
+        while True:
+            report = await self.parts.health.report()
+            await self._rpc.show(report)
+            if self.parts.health.started and report.ok("canary"):
+                age_ms = self.parts.model.stamp().age_ms
+                self.parts.meters.model_age.set(math.nan if age_ms is None else age_ms / 1000)
+            await asyncio.sleep(WATCH_EVERY_S)
+
+    async def _drain(self) -> None:
+        logger.info("draining")
+        self.parts.health.draining = True
+        await self._rpc.show(await self.parts.health.report())
+        await asyncio.sleep(NOTICE_S)
+        self._http.should_exit = self._admin.should_exit = True
+        await self._rpc.stop(FINISH_S)
+
+    async def _close(self) -> None:
+        await self._log.close()
+        await self._probe.close()
+        self._board.close()
+        logger.info("drained")
+
+
+def build_parts(settings: Settings, board: Board, log: AsyncEventLog, probe: AsyncEventLog) -> Parts:
+    """Everything that the faces call."""
+    schema = Schema.from_settings(settings)
+    model = LiveModel(settings, schema)
+    requests = Requests(schema, settings.serving.limits)
+    meters = Meters(board)
+    return Parts(
+        settings=settings,
+        schema=schema,
+        model=model,
+        requests=requests,
+        messages=Messages(requests),
+        ingest=Ingest(schema, log, meters),
+        health=Health(model, probe.ping),
+        meters=meters,
+    )
+
+
+def load_kernels() -> None:
+    """Compile what a worker calls, or load it from the cache on disk: a minute, or half a second."""
+    for module in (hashing, events, live, entities, scorer):
+        module.warm()
+
+
+def _event_log(settings: Settings, timeout_s: float) -> AsyncEventLog:
+    if settings.stream.url is None:
+        raise SettingsError("stream.url", None, "the address of the event log (the supervisor sets it)")
+    return AsyncEventLog(settings.stream.url, settings.stream.key, timeout_s=timeout_s)
+
+
+class _Protocol(HttpToolsProtocol):
+    """HTTP/1.1, with what is not HTTP answered in our grammar."""
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer and close."""
+        error = ServiceError("malformed", msg)
+        body = problem_json(error, request_id="", instance="")
+        head = f"HTTP/1.1 400 Bad Request\r\ncontent-type: {PROBLEM_TYPE}\r\ncontent-length: {len(body)}\r\n"
+        self.transport.write(head.encode() + b"connection: close\r\n\r\n" + body)
+        self.transport.close()
+
+
+class _Server(uvicorn.Server):
+    """A server that leaves signals to the worker, which has two of them and more to stop."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Capture none."""
+        yield
+
+
+def _server(app: Edge) -> _Server:
+    config = uvicorn.Config(
+        app,
+        http=_Protocol,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=int(FINISH_S),
+    )
+    return _Server(config)

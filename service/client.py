@@ -1,0 +1,296 @@
+"""The SDK: events, scores and rows over gRPC. Needs the generated stubs, grpc and numpy, nothing else of ours.
+
+    with Client("127.0.0.1:50051") as client:
+        client.publish([{"features": {"user_id": 7, "video_id": "v1"}, "label": 1}])
+        client.score([{"video_id": "v1"}, {"video_id": "v2"}], context={"user_id": 7}).scores
+        client.lookup("video", ["v1", "v2"]).vectors
+
+Values are what JSON would have: a string or an integer is an id, a float (or integer) a number, a list ids or numbers.
+One client serves all threads of a process; it does not survive a fork.
+"""
+
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Integral, Real
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import grpc
+import numpy as np
+import numpy.typing as npt
+from google.rpc import error_details_pb2, status_pb2
+
+from service.embedding_service_pb2 import LookupEmbeddingsRequest
+from service.embedding_service_pb2_grpc import EmbeddingServiceStub
+from service.event_service_pb2 import (
+    Event,
+    PublishEventsRequest,
+    PublishEventsResponse,
+    PublishEventStreamRequest,
+)
+from service.event_service_pb2_grpc import EventServiceStub
+from service.model_stamp_pb2 import ModelStamp
+from service.scoring_service_pb2 import RankRequest, ScoreRequest
+from service.scoring_service_pb2_grpc import ScoringServiceStub
+from service.value_pb2 import Id, IdList, NumberList, Row, Value
+
+Response = TypeVar("Response")
+STATUS_NAMES = ("unknown", "learned", "default")
+STATUS_DETAILS = "grpc-status-details-bin"
+# A lookup's answer may be larger than gRPC's default of 4 MiB. Pings keep a quiet connection through a NAT; the server
+# allows one in 10 s.
+OPTIONS = (
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
+    ("grpc.keepalive_time_ms", 30_000),
+)
+
+
+class CallError(Exception):
+    """A call that was answered with an error; `code` is the same short one as over HTTP (`too_many`, `not_ready`).
+
+    `errors`: (place, sentence) pairs; `retry_after_s`: None when trying again would not help.
+    """
+
+    def __init__(
+        self, code: str, detail: str, *, errors: Sequence[tuple[str, str]], retry_after_s: float | None
+    ) -> None:
+        super().__init__(code, detail)
+        self.code = code
+        self.detail = detail
+        self.errors = tuple(errors)
+        self.retry_after_s = retry_after_s
+
+    def __str__(self) -> str:
+        """One line for a log."""
+        return f"{self.code}: {self.detail}"
+
+
+@dataclass(frozen=True)
+class Model:
+    """Which model answered: every event accepted before `watermark_us` is in it; age_ms is None before the first."""
+
+    version: int
+    age_ms: float | None
+    watermark_us: int
+
+
+@dataclass(frozen=True)
+class Published:
+    """What became of the events; `rejected`: (index, code, sentence); `stream_id` is "" when none was accepted."""
+
+    accepted: int
+    duplicates: int
+    rejected: tuple[tuple[int, str, str], ...]
+    stream_id: str
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Probabilities, float32, in the order of the candidates; `unknown`: features without a row, by candidate."""
+
+    scores: npt.NDArray[np.float32]
+    unknown: dict[int, list[str]]
+    request_id: str
+    model: Model
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """The best candidates, best first: their places in the request and their probabilities (float32)."""
+
+    indices: npt.NDArray[np.uint32]
+    scores: npt.NDArray[np.float32]
+    unknown: dict[int, list[str]]
+    request_id: str
+    model: Model
+
+
+@dataclass(frozen=True)
+class Looked:
+    """Rows, float32 (N, dim), in the order of the ids; `status` is a name of STATUS_NAMES for each."""
+
+    vectors: npt.NDArray[np.float32]
+    status: list[str]
+    model: Model
+
+
+class Client:
+    """Calls one service. Every call raises CallError, and has a deadline."""
+
+    def __init__(self, target: str, *, timeout_s: float = 5.0) -> None:
+        """Take the address, `host:port`; the first call connects."""
+        self._timeout_s = timeout_s
+        self._channel = grpc.insecure_channel(target, options=OPTIONS)
+        self._events = EventServiceStub(self._channel)
+        self._embeddings = EmbeddingServiceStub(self._channel)
+        self._scoring = ScoringServiceStub(self._channel)
+
+    def publish(self, events: Iterable[Mapping[str, Any]]) -> Published:
+        """Append events to the log: examples (`features`, `label`) or feature events (`entity`, `id`, `features`).
+
+        Each may have an `event_id` and a `time_ms`. Accepted means durable in the log.
+        """
+        request = PublishEventsRequest(events=[_event(event) for event in events])
+        return _published(self._call(self._events.PublishEvents, request))
+
+    def publish_stream(self, batches: Iterable[Iterable[Mapping[str, Any]]]) -> Iterator[Published]:
+        """The same for a long-lived producer: one answer for each batch, in order; has no deadline.
+
+        A batch that is refused as a whole raises CallError and ends the stream.
+        """
+        messages = (
+            PublishEventStreamRequest(publish=PublishEventsRequest(events=[_event(event) for event in batch]))
+            for batch in batches
+        )
+        try:
+            for answer in self._events.PublishEventStream(messages):
+                if answer.HasField("error"):
+                    raise CallError(answer.error.code, answer.error.detail, errors=(), retry_after_s=None)
+                yield _published(answer.published)
+        except grpc.RpcError as error:
+            raise _call_error(error) from None
+
+    def score(
+        self,
+        candidates: Iterable[Mapping[str, Any]],
+        *,
+        context: Mapping[str, Any] | None = None,
+        time_ms: int | None = None,
+    ) -> Scored:
+        """Probabilities of candidates; `context` holds what they share, `time_ms` is now unless given."""
+        answer = self._call(self._scoring.Score, _score_request(candidates, context, time_ms))
+        scores = np.frombuffer(answer.scores, "<f4")
+        return Scored(scores, _unknown(answer.unknown), answer.request_id, _model(answer.model))
+
+    def rank(
+        self,
+        candidates: Iterable[Mapping[str, Any]],
+        *,
+        context: Mapping[str, Any] | None = None,
+        time_ms: int | None = None,
+        top_k: int | None = None,
+    ) -> Ranked:
+        """The best candidates, best first (all of them unless `top_k` is given)."""
+        request = RankRequest(score=_score_request(candidates, context, time_ms), top_k=top_k or 0)
+        answer = self._call(self._scoring.Rank, request)
+        indices, scores = np.frombuffer(answer.indices, "<u4"), np.frombuffer(answer.scores, "<f4")
+        return Ranked(indices, scores, _unknown(answer.unknown), answer.request_id, _model(answer.model))
+
+    def lookup(self, table: str, ids: Sequence[str | int]) -> Looked:
+        """Rows of ids, in order. An unknown id has the table's default row and says so."""
+        request = LookupEmbeddingsRequest(table=table)
+        if all(isinstance(value, str) for value in ids):
+            request.texts.extend(str(value) for value in ids)
+        elif any(isinstance(value, str) for value in ids):
+            request.texts.extend(map(str, ids))  # an integer is hashed as its decimal text
+        else:
+            request.integers.extend(int(value) for value in ids)
+        answer = self._call(self._embeddings.LookupEmbeddings, request)
+        vectors = np.frombuffer(answer.values, "<f4").reshape(-1, answer.dim)
+        return Looked(vectors, [STATUS_NAMES[status] for status in answer.status], _model(answer.model))
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        """Return itself; the first call connects."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close."""
+        self.close()
+
+    def _call(self, method: Callable[..., Response], request: Any) -> Response:
+        try:
+            return method(request, timeout=self._timeout_s, metadata=(("x-request-id", uuid.uuid4().hex),))
+        except grpc.RpcError as error:
+            raise _call_error(error) from None
+
+
+def _score_request(
+    candidates: Iterable[Mapping[str, Any]], context: Mapping[str, Any] | None, time_ms: int | None
+) -> ScoreRequest:
+    return ScoreRequest(
+        context=_row(context) if context is not None else None,
+        candidates=[_row(candidate) for candidate in candidates],
+        time_ms=time_ms or 0,
+    )
+
+
+def _row(values: Mapping[str, Any]) -> Row:
+    return Row(values=_values(values))
+
+
+def _values(values: Mapping[str, Any]) -> dict[str, Value]:
+    return {name: _value(value) for name, value in values.items() if value is not None}
+
+
+def _value(value: Any) -> Value:
+    if isinstance(value, str):
+        return Value(text=value)
+    if isinstance(value, Integral):
+        return Value(integer=int(value))
+    if isinstance(value, Real):
+        return Value(number=float(value))
+    items = value.tolist() if isinstance(value, np.ndarray) else list(value)
+    if any(not isinstance(item, str | Integral) for item in items):
+        return Value(numbers=NumberList(numbers=items))
+    return Value(ids=IdList(ids=[_id(item) for item in items]))
+
+
+def _id(value: str | Integral) -> Id:
+    return Id(text=value) if isinstance(value, str) else Id(integer=int(value))
+
+
+def _event(event: Mapping[str, Any]) -> Event:
+    known = {"features", "label", "event_id", "time_ms", "entity", "id"}
+    if not known.issuperset(event):
+        raise ValueError(f"an event has {', '.join(sorted(known))}; got {', '.join(sorted(set(event) - known))}")
+    label, entity_id = event.get("label"), event.get("id")
+    return Event(
+        features=_values(event.get("features") or {}),
+        label=None if label is None else float(label),
+        event_id=event.get("event_id") or "",
+        time_ms=event.get("time_ms") or 0,
+        entity=event.get("entity") or "",
+        id=None if entity_id is None else _id(entity_id),
+    )
+
+
+def _published(answer: PublishEventsResponse) -> Published:
+    rejected = tuple((one.index, one.code, one.detail) for one in answer.rejected)
+    return Published(answer.accepted, answer.duplicates, rejected, answer.stream_id)
+
+
+def _unknown(rows: Iterable[Any]) -> dict[int, list[str]]:
+    return {row.index: list(row.features) for row in rows}
+
+
+def _model(stamp: ModelStamp) -> Model:
+    return Model(stamp.version, stamp.age_ms if stamp.HasField("age_ms") else None, stamp.watermark)
+
+
+def _call_error(error: Any) -> CallError:
+    """An RpcError with what its details say; without details (no connection, a deadline) its status is the code."""
+    code, errors, retry_after_s = error.code().name.lower(), [], None
+    for name, value in error.trailing_metadata() or ():
+        if name != STATUS_DETAILS:
+            continue
+        for detail in status_pb2.Status.FromString(value).details:
+            info, request, retry = (
+                error_details_pb2.ErrorInfo(),
+                error_details_pb2.BadRequest(),
+                error_details_pb2.RetryInfo(),
+            )
+            if detail.Unpack(info):
+                code = info.reason.lower()
+            elif detail.Unpack(request):
+                errors = [(violation.field, violation.description) for violation in request.field_violations]
+            elif detail.Unpack(retry):
+                retry_after_s = retry.retry_delay.ToTimedelta().total_seconds()
+    return CallError(code, error.details() or "", errors=errors, retry_after_s=retry_after_s)

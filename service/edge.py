@@ -1,0 +1,101 @@
+"""The outermost ASGI layer: request ids, limits, headers, metrics, and an answer in our grammar whatever happens."""
+
+import logging
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from service.errors import PROBLEM_TYPE, ServiceError, as_service_error, problem_json
+from service.exchange import Exchange
+from service.limits import MAX_IN_FLIGHT, Message, Receive, check_length, is_drainable
+from service.meters import Meters
+from trainer.settings import Limits
+
+Scope = MutableMapping[str, Any]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+EXCHANGE = "livebed.exchange"  # where an exchange lies in the ASGI scope
+UNMATCHED = "unmatched"  # the route label of what no route takes: never a raw path
+
+logger = logging.getLogger("livebed.service")
+
+
+class Edge:
+    """Wraps an ASGI application; the only place that knows every request's end."""
+
+    def __init__(self, app: App, meters: Meters, limits: Limits) -> None:
+        self._app = app
+        self._meters = meters
+        self._limits = limits
+        self._num_in_flight = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request; what is not HTTP is refused by the server already."""
+        exchange = Exchange(_header(scope, b"x-request-id"))
+        scope[EXCHANGE] = exchange
+        reply = _Reply(exchange, send)
+        self._num_in_flight += 1
+        try:
+            if self._num_in_flight > MAX_IN_FLIGHT:
+                raise ServiceError("overloaded", f"{MAX_IN_FLIGHT} requests are under way here")
+            check_length(scope["headers"], self._limits)
+            await self._app(scope, receive, reply)
+        except Exception as error:
+            await self._answer_error(error, scope, reply)
+        finally:
+            self._num_in_flight -= 1
+            self._count(scope, exchange, reply.status)
+
+    async def _answer_error(self, error: Exception, scope: Scope, reply: "_Reply") -> None:
+        """An error that no handler of the application has turned into an answer."""
+        answer = as_service_error(error)
+        if answer.code == "internal":
+            logger.error("request %s failed", scope[EXCHANGE].request_id, exc_info=error)
+        if reply.status:  # the reply has begun: the server closes the connection
+            return
+        status, headers, body = problem_reply(answer, scope)
+        raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+        await reply({"type": "http.response.start", "status": status, "headers": raw})
+        await reply({"type": "http.response.body", "body": body})
+
+    def _count(self, scope: Scope, exchange: Exchange, status: int) -> None:
+        route = getattr(scope.get("route"), "path", UNMATCHED)
+        self._meters.request(face="http", route=route, code=str(status), duration_s=exchange.elapsed_s)
+        if exchange.code is not None:
+            self._meters.refused(exchange.code)
+
+
+class _Reply:
+    """Sends a reply, with our headers added; remembers its status."""
+
+    def __init__(self, exchange: Exchange, send: Send) -> None:
+        self.status = 0
+        self._exchange = exchange
+        self._send = send
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            added = [(name.encode(), value.encode()) for name, value in self._exchange.headers()]
+            message["headers"] = [*message["headers"], *added]
+        await self._send(message)
+
+
+def problem_reply(error: ServiceError, scope: Scope, **more: Any) -> tuple[int, dict[str, str], bytes]:
+    """Status, headers and body of an error; says so in the exchange."""
+    exchange: Exchange = scope[EXCHANGE]
+    exchange.code = error.code
+    body = problem_json(error, request_id=exchange.request_id, instance=scope["path"], **more)
+    headers = {"content-type": PROBLEM_TYPE, "content-length": str(len(body))}
+    if error.kind.retry_after_s is not None:
+        headers["retry-after"] = str(error.kind.retry_after_s)
+    if error.code == "too_large" and error.limit is not None and not is_drainable(scope["headers"], error.limit[1]):
+        headers["connection"] = "close"
+    return error.kind.http, headers, body
+
+
+def _header(scope: Scope, wanted: bytes) -> str | None:
+    for name, value in scope["headers"]:
+        if name == wanted:
+            return str(value.decode("latin-1"))
+    return None

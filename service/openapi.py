@@ -1,0 +1,182 @@
+"""The OpenAPI document, made from the types that decode requests and document answers, and from the configuration."""
+
+from typing import Any
+
+import msgspec
+
+from service import answers, catalogue
+from service.errors import KINDS, PROBLEM_TYPE
+from service.wire import LookupRequest, Requests
+from trainer.settings import Settings
+
+Json = dict[str, Any]
+REF = "#/components/schemas/{name}"
+
+# Errors that any call may answer with, and those of calls with a body.
+ANYWHERE = ("overloaded", "internal")
+WITH_BODY = ("malformed", "unsupported_media_type", "too_large", "invalid", "deadline_exceeded")
+READING = ("not_ready",)
+
+
+def document(settings: Settings, requests: Requests) -> Json:
+    """The whole document (3.1)."""
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": f"Livebed: {settings.name}",
+            "version": catalogue.package_version(),
+            "summary": "Events in, live CTR scores and embeddings out",
+        },
+        "paths": _paths(),
+        "components": {"schemas": _schemas(requests)},
+    }
+
+
+def _paths() -> Json:
+    table = {"name": "table", "in": "path", "required": True, "schema": {"type": "string"}}
+    return {
+        "/v1/events": {"post": _publish()},
+        "/v1/score": {
+            "post": _operation("Probabilities of candidates", "ScoreAnswer", body="ScoreRequest", errors=READING)
+        },
+        "/v1/rank": {
+            "post": _operation("The best candidates, best first", "RankAnswer", body="RankRequest", errors=READING)
+        },
+        "/v1/tables/{table}/embeddings:lookup": {"post": _lookup() | {"parameters": [table]}},
+        "/v1/model": {"get": _operation("State of the live model", "ModelAnswer", errors=READING)},
+        "/v1/tables": {"get": _operation("All tables", "TablesAnswer")},
+        "/v1/info": {"get": _operation("Inputs, entities and limits", "InfoAnswer")},
+        "/livez": {"get": _operation("The process lives", "Readiness")},
+        "/readyz": {"get": _readyz()},
+        "/startupz": {"get": _operation("This worker has been ready once", "Readiness", errors=READING)},
+    }
+
+
+def _publish() -> Json:
+    operation = _operation(
+        "Append events to the log; accepted means durable there",
+        "PublishAnswer",
+        body="Events",
+        status="202",
+        errors=("log_unavailable", "log_full", "too_many"),
+    )
+    lines = {"schema": {"type": "string", "description": "One Event as JSON a line"}}
+    operation["requestBody"]["content"]["application/x-ndjson"] = lines
+    return operation
+
+
+def _lookup() -> Json:
+    operation = _operation(
+        "Rows of ids; an unknown id is answered with the table's default and says so",
+        "LookupAnswer",
+        body="LookupRequest",
+        errors=(*READING, "unknown_table", "not_acceptable"),
+    )
+    layout = "count x dim little-endian float32, then count status bytes: 0 unknown, 1 learned, 2 default"
+    raw = {"schema": {"type": "string", "format": "binary", "description": layout}}
+    ok = operation["responses"]["200"]
+    ok["content"][answers.BINARY_TYPE] = raw
+    for name in ("X-Embedding-Dim", "X-Embedding-Count"):
+        ok["headers"][name] = {"schema": {"type": "integer"}, "description": "Of the binary form"}
+    return operation
+
+
+def _readyz() -> Json:
+    operation = _operation("This worker answers", "Readiness", errors=READING)
+    operation["parameters"] = [
+        {"name": "verbose", "in": "query", "allowEmptyValue": True, "schema": {"type": "string"}}
+    ]
+    return operation
+
+
+def _operation(
+    summary: str, answer: str, *, body: str | None = None, status: str = "200", errors: tuple[str, ...] = ()
+) -> Json:
+    operation: Json = {
+        "summary": summary,
+        "responses": {
+            status: {
+                "description": summary,
+                "headers": _headers(),
+                "content": {answers.JSON_TYPE: {"schema": _ref(answer)}},
+            }
+        },
+    }
+    if body is not None:
+        operation["requestBody"] = {"required": True, "content": {answers.JSON_TYPE: {"schema": _ref(body)}}}
+        errors = (*errors, *WITH_BODY)
+    codes: dict[str, list[str]] = {}
+    for code in (*errors, *ANYWHERE):
+        codes.setdefault(str(KINDS[code].http), []).append(code)
+    for http, names in sorted(codes.items()):
+        operation["responses"][http] = {
+            "description": "; ".join(f"`{name}`: {KINDS[name].title}" for name in names),
+            "content": {PROBLEM_TYPE: {"schema": _ref("Problem")}},
+        }
+    return operation
+
+
+def _headers() -> Json:
+    return {
+        "X-Request-Id": {"schema": {"type": "string"}, "description": "The request's own, or a new one"},
+        "X-Model-Version": {"schema": {"type": "integer"}, "description": "Of the model that answered"},
+        "X-Model-Age-Ms": {"schema": {"type": "integer"}, "description": "Now minus the watermark"},
+        "Server-Timing": {"schema": {"type": "string"}, "description": "queue, gather, model, total, in ms"},
+    }
+
+
+def _schemas(requests: Requests) -> Json:
+    types = [
+        requests.ScoreRequest,
+        requests.RankRequest,
+        requests.parser.Row,
+        LookupRequest,
+        answers.ScoreAnswer,
+        answers.RankAnswer,
+        answers.LookupAnswer,
+        answers.PublishAnswer,
+        answers.Problem,
+        catalogue.ModelAnswer,
+        catalogue.TablesAnswer,
+        catalogue.InfoAnswer,
+        catalogue.Readiness,
+    ]
+    _, schemas = msgspec.json.schema_components(types, ref_template=REF)
+    event = _event(schemas["Row"])
+    columns = _columns(schemas["Row"])
+    events = {"anyOf": [{"type": "array", "items": _ref("Event")}, _ref("Event"), _ref("EventColumns")]}
+    return schemas | {"Event": event, "EventColumns": columns, "Events": events}
+
+
+def _event(row: Json) -> Json:
+    """An example or a feature event; what the parser takes beside the inputs."""
+    properties: Json = {
+        "features": {**row, "description": "Raw values by input name"},
+        "label": {"type": ["number", "boolean"], "description": "The outcome; of an example"},
+        "event_id": {"type": "string", "maxLength": 256},
+        "time_ms": {"type": "integer", "minimum": 0, "description": "When it happened, ms since 1970 UTC"},
+        "entity": {"type": "string", "description": "Of a feature event: the entity it speaks of"},
+        "id": {"type": ["string", "integer"], "description": "Of a feature event: the entity's id"},
+    }
+    return {"type": "object", "properties": properties, "additionalProperties": False}
+
+
+def _columns(row: Json) -> Json:
+    """Examples by column: an array of every input that is given."""
+    columns = {name: {"type": "array", "items": schema} for name, schema in row["properties"].items()}
+    properties: Json = {
+        "columns": {"type": "object", "properties": columns, "additionalProperties": False},
+        "labels": {"type": "array", "items": {"type": ["number", "boolean"]}},
+        "event_ids": {"type": "array", "items": {"type": ["string", "null"]}},
+        "times_ms": {"type": "array", "items": {"type": "integer", "minimum": 0}},
+    }
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": ["columns", "labels"],
+        "additionalProperties": False,
+    }
+
+
+def _ref(name: str) -> Json:
+    return {"$ref": REF.format(name=name)}

@@ -1,0 +1,31 @@
+"""What a worker is made of; every face is a function of it."""
+
+from dataclasses import dataclass
+
+from service.health import Health
+from service.ingest import Ingest
+from service.live_model import LiveModel
+from service.meters import Meters
+from service.proto_wire import Messages
+from service.wire import Requests
+from trainer.schema import Schema
+from trainer.settings import Limits, Settings
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of one worker."""
+
+    settings: Settings
+    schema: Schema
+    model: LiveModel
+    requests: Requests
+    messages: Messages
+    ingest: Ingest
+    health: Health
+    meters: Meters
+
+    @property
+    def limits(self) -> Limits:
+        """What one request may ask for."""
+        return self.settings.serving.limits

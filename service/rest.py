@@ -1,0 +1,201 @@
+"""The HTTP face: read, call, answer. Bodies are bytes in and bytes out; pydantic has no part in a request."""
+
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+import orjson
+from fastapi import FastAPI, Request, Response
+from starlette.exceptions import HTTPException
+
+from service import answers, catalogue, openapi
+from service.edge import EXCHANGE, Edge, problem_reply
+from service.errors import ServiceError, as_service_error
+from service.exchange import Exchange
+from service.limits import EVENT_TYPES, JSON_TYPES, ClientGone, check_type, read_body
+from service.live_model import Scores
+from service.negotiation import accepted
+from service.parts import Parts
+from trainer import board
+from trainer.errors import LivebedError
+from trainer.events import RawEvents, Rejection
+
+Handler = Callable[[Request], Awaitable[Response]]
+# No pages that load scripts from elsewhere; a path has one spelling.
+PLAIN: dict[str, Any] = {"docs_url": None, "redoc_url": None, "redirect_slashes": False}
+JSON = [answers.JSON_TYPE]
+CLIENT_GONE = 499  # as nginx counts it; nobody reads it
+ROUTING_CODES = {404: "not_found", 405: "method_not_allowed"}
+
+
+def build_app(parts: Parts) -> Edge:
+    """The public application."""
+    app = FastAPI(openapi_url="/openapi.json", **PLAIN, exception_handlers=_error_handlers())
+    document = openapi.document(parts.settings, parts.requests)
+    app.openapi = lambda: document  # type: ignore[method-assign] # made from our own types, not from signatures
+    face = Face(parts)
+    for path, method, handler in face.routes():
+        app.add_api_route(path, handler, methods=[method], response_class=Response)
+    return Edge(app, parts.meters, parts.limits)
+
+
+def build_admin_app(parts: Parts) -> Edge:
+    """The admin application: metrics and health, for this machine alone."""
+    face = Face(parts)
+
+    async def metrics(request: Request) -> Response:
+        return Response(board.render(parts.settings.metrics_path), media_type=board.CONTENT_TYPE)
+
+    app = FastAPI(openapi_url=None, **PLAIN, exception_handlers=_error_handlers())
+    for path, handler in (("/metrics", metrics), ("/livez", face.livez), ("/readyz", face.readyz)):
+        app.add_api_route(path, handler, methods=["GET"], response_class=Response)
+    return Edge(app, parts.meters, parts.limits)
+
+
+class Face:
+    """The handlers."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.parts = parts
+        self._timeout_s = parts.settings.serving.request_timeout_s
+
+    def routes(self) -> list[tuple[str, str, Handler]]:
+        """Path, method and handler of every public call."""
+        return [
+            ("/v1/events", "POST", self.events),
+            ("/v1/score", "POST", self.score),
+            ("/v1/rank", "POST", self.rank),
+            ("/v1/tables/{table}/embeddings:lookup", "POST", self.lookup),
+            ("/v1/model", "GET", self.model),
+            ("/v1/tables", "GET", self.tables),
+            ("/v1/info", "GET", self.info),
+            ("/livez", "GET", self.livez),
+            ("/readyz", "GET", self.readyz),
+            ("/startupz", "GET", self.startupz),
+        ]
+
+    async def events(self, request: Request) -> Response:
+        """Append events to the log."""
+        body = await self._body(request, EVENT_TYPES)
+        raw, rejected = self._parse_events(body)
+        published = await self.parts.ingest.publish(raw, rejected)
+        return _json(answers.publish_json(published), status=202)
+
+    async def score(self, request: Request) -> Response:
+        """Score candidates."""
+        accepted(request.headers.get("accept"), JSON)
+        body = await self._body(request, JSON_TYPES)
+        scores = self.parts.model.score(self.parts.requests.score(body))
+        exchange = _answered(request, scores)
+        return _json(answers.score_json(scores, request_id=exchange.request_id))
+
+    async def rank(self, request: Request) -> Response:
+        """Rank candidates."""
+        accepted(request.headers.get("accept"), JSON)
+        body = await self._body(request, JSON_TYPES)
+        candidates, top_k = self.parts.requests.rank(body)
+        scores = self.parts.model.score(candidates)
+        exchange = _answered(request, scores)
+        return _json(answers.rank_json(scores, scores.best(top_k), request_id=exchange.request_id))
+
+    async def lookup(self, request: Request) -> Response:
+        """Rows of ids."""
+        kind = accepted(request.headers.get("accept"), [answers.JSON_TYPE, answers.BINARY_TYPE])
+        body = await self._body(request, JSON_TYPES)
+        table = self.parts.model.table(request.path_params["table"])
+        rows = self.parts.model.lookup(table, self.parts.requests.lookup(body))
+        self.parts.meters.looked_up(table.name, rows.status_N)
+        _exchange(request).stamp = rows.stamp
+        if kind == answers.JSON_TYPE:
+            return _json(answers.lookup_json(rows))
+        shape = {"x-embedding-dim": str(table.width), "x-embedding-count": str(len(rows.status_N))}
+        return Response(answers.lookup_bytes(rows), media_type=answers.BINARY_TYPE, headers=shape)
+
+    async def model(self, request: Request) -> Response:
+        """State of the live model."""
+        _exchange(request).stamp = self.parts.model.stamp()
+        return _json(msgspec.json.encode(catalogue.model_answer(self.parts)))
+
+    async def tables(self, request: Request) -> Response:
+        """All tables."""
+        return _json(msgspec.json.encode(catalogue.tables_answer(self.parts)))
+
+    async def info(self, request: Request) -> Response:
+        """Inputs and limits."""
+        return _json(msgspec.json.encode(catalogue.info_answer(self.parts)))
+
+    async def livez(self, request: Request) -> Response:
+        """The process lives."""
+        return _json(b'{"status":"ok"}')
+
+    async def readyz(self, request: Request) -> Response:
+        """This worker answers."""
+        report = await self.parts.health.report()
+        body = report.as_json(verbose="verbose" in request.query_params)
+        if report.status == "not_ready":
+            detail = next(check.detail for check in report.checks if check.needed and not check.ok)
+            return _problem(request, ServiceError("not_ready", detail), checks=body.get("checks", []))
+        return _json(orjson.dumps(body))
+
+    async def startupz(self, request: Request) -> Response:
+        """This worker has been ready once."""
+        if not self.parts.health.started:
+            raise ServiceError("not_ready", self.parts.health.attach_problem)
+        return _json(b'{"status":"ok"}')
+
+    async def _body(self, request: Request, types: frozenset[bytes]) -> bytes:
+        exchange = _exchange(request)
+        content_type = request.headers.get("content-type")
+        check_type(content_type.encode("latin-1") if content_type is not None else None, types)
+        body = await read_body(request.receive, self.parts.limits, timeout_s=self._timeout_s)
+        waited_s = exchange.elapsed_s
+        exchange.stage("queue", waited_s)
+        self.parts.meters.queue_wait.observe(waited_s)
+        return body
+
+    def _parse_events(self, body: bytes) -> tuple[RawEvents, list[Rejection]]:
+        limit = self.parts.limits.events
+        now_us = time.time_ns() // 1000
+        return self.parts.requests.parser.parse(body, accepted_us=now_us, max_events=limit)
+
+
+def _exchange(request: Request) -> Exchange:
+    exchange: Exchange = request.scope[EXCHANGE]
+    return exchange
+
+
+def _answered(request: Request, scores: Scores) -> Exchange:
+    exchange = _exchange(request)
+    exchange.stamp = scores.stamp
+    exchange.stage("gather", scores.gather_s)
+    exchange.stage("model", scores.model_s)
+    return exchange
+
+
+def _json(body: bytes, *, status: int = 200) -> Response:
+    return Response(body, status_code=status, media_type=answers.JSON_TYPE)
+
+
+def _problem(request: Request, error: ServiceError, **more: Any) -> Response:
+    status, headers, body = problem_reply(error, request.scope, **more)
+    return Response(body, status_code=status, headers=headers)
+
+
+def _error_handlers() -> dict[Any, Any]:
+    """Answers to whatever is raised; what was not foreseen goes on to the edge, which logs it."""
+
+    async def ours(request: Request, error: Exception) -> Response:
+        return _problem(request, as_service_error(error))
+
+    async def routing(request: Request, error: HTTPException) -> Response:
+        code = ROUTING_CODES.get(error.status_code, "invalid")
+        answer = ServiceError(code, f"{request.method} {request.url.path}: {error.detail}")
+        response = _problem(request, answer)
+        response.headers.update(error.headers or {})
+        return response
+
+    async def gone(request: Request, error: ClientGone) -> Response:
+        return Response(status_code=CLIENT_GONE)
+
+    return {LivebedError: ours, Exception: ours, HTTPException: routing, ClientGone: gone}

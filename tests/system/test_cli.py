@@ -1,0 +1,158 @@
+"""The command line as a person or a script uses it."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service.examples import KUAIRAND
+from tests.system.running import Running, system, wait_until
+
+LIVEBED = Path(sys.executable).with_name("livebed")
+FREE_PORTS = ["--http-port", "0", "--admin-port", "0", "--grpc-port", "0"]
+COMMANDS = [
+    "demo",
+    "up",
+    "train",
+    "serve",
+    "send",
+    "score",
+    "lookup",
+    "status",
+    "evaluate",
+    "config",
+    "doctor",
+    "version",
+]
+CONFIG = ["-c", str(KUAIRAND / "livebed.yaml")]
+
+
+def livebed(*arguments: str, stdin: str = "", wanted: int = 0) -> "subprocess.CompletedProcess[str]":
+    command = [str(LIVEBED), *arguments]
+    done = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == wanted, done.stderr
+    return done
+
+
+def as_json(*arguments: str, stdin: str = "", wanted: int = 0) -> Any:
+    return json.loads(livebed(*arguments, "--json", stdin=stdin, wanted=wanted).stdout)
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Running]:
+    with system() as started:
+        yield started
+
+
+def test_help_names_every_command_without_importing_the_heavy_parts() -> None:
+    said = livebed("--help").stdout
+    for command in (
+        "demo",
+        "up",
+        "train",
+        "serve",
+        "send",
+        "score",
+        "lookup",
+        "status",
+        "evaluate",
+        "config",
+        "doctor",
+    ):
+        assert command in said
+    program = (
+        "import sys, service.cli; print(sorted({'numpy', 'numba', 'torch', 'httpx', 'pyarrow'} & set(sys.modules)))"
+    )
+    python = LIVEBED.with_name("python")
+    assert subprocess.run([python, "-c", program], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_flags_show_their_variable_and_their_default() -> None:
+    said = livebed("up", "--help").stdout
+    assert "LIVEBED_SERVING__HTTP_PORT" in said
+    assert "8080" in said
+
+
+def test_a_missing_configuration_key_is_named(tmp_path: Path) -> None:
+    (tmp_path / "bad.yaml").write_text("tables: {user: {width: 8}}\n")
+    said = livebed("config", "check", "-c", str(tmp_path / "bad.yaml"), wanted=2).stderr
+    assert "features" in said
+    assert "this key is required" in said
+
+
+def test_wrong_use_exits_with_2() -> None:
+    livebed("demo", "--all", "--seconds", "3", wanted=2)
+    livebed("no-such-command", wanted=2)
+    assert "KEY=VALUE" in livebed("config", "print", *CONFIG, "--set", "nonsense", wanted=2).stderr
+
+
+def test_a_flag_wins_over_the_environment_and_that_over_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIVEBED_MODEL__CROSS_RANK", "5")
+    monkeypatch.setenv("LIVEBED_NAME", "from-the-environment")
+    printed = as_json("config", "print", *CONFIG, "--set", "model.cross_rank=7")
+    assert printed["model"]["cross_rank"] == 7
+    assert printed["name"] == "from-the-environment"
+
+
+def test_doctor_finds_this_machine_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    for port in ("HTTP_PORT", "ADMIN_PORT", "GRPC_PORT"):
+        monkeypatch.setenv(f"LIVEBED_SERVING__{port}", "0")
+    findings = as_json("doctor", *CONFIG)
+    assert {"python", "packages", "kernels", "broker", "shared memory", "ports"} <= {
+        found["check"] for found in findings
+    }
+
+
+def test_evaluate_prints_the_figures_of_a_progressive_validation() -> None:
+    data = ["--data", str(KUAIRAND / "impressions.parquet"), "--label", "is_click", "--time", "time_ms"]
+    figures = as_json("evaluate", *CONFIG, *data, "--max-rows", "3000")
+    assert figures["events"] == 3000
+    assert 0.55 < figures["auc"] < 0.9
+    assert figures["ne"] < 1.0
+    assert set(figures) >= {"logloss", "calibration", "events_per_s", "rows"}
+
+
+def test_evaluate_names_a_column_that_is_not_there() -> None:
+    data = ["--data", str(KUAIRAND / "impressions.parquet"), "--label", "no_such_column"]
+    assert "no_such_column" in livebed("evaluate", *CONFIG, *data, wanted=2).stderr
+
+
+def test_send_score_lookup_and_status_speak_to_a_running_system(running: Running) -> None:
+    url = ["--url", running.url]
+    lines = "".join(f'{{"features": {{"user_id": 1, "video_id": {k}}}, "label": {k % 2}}}\n' for k in range(600))
+    assert as_json("send", "-", *url, stdin=lines)["accepted"] == 600
+    wait_until(lambda: running.step() >= 600, timeout_s=30.0, why="all are learned")
+    answer = as_json("score", '{"context": {"user_id": 1}, "candidates": [{"video_id": 1}, {"video_id": 2}]}', *url)
+    assert len(answer["scores"]) == 2
+    found = as_json("lookup", "video", "1", "no-such-id", *url)
+    assert found["status"] == ["learned", "unknown"]
+    assert as_json("status", *url)["ready"] is True
+    assert as_json("status", "--local", str(running.run_dir))["step"] >= 600
+
+
+def test_rejected_events_are_listed_with_their_line_and_the_exit_status_says_so(running: Running) -> None:
+    lines = '{"features": {"user_id": 1}, "label": 1}\n{"features": {"colour": "red"}, "label": 1}\n'
+    totals = as_json("send", "-", "--url", running.url, stdin=lines, wanted=1)
+    assert totals["accepted"] == 1
+    assert [one["index"] for one in totals["rejected"]] == [1]
+
+
+def test_a_service_that_is_not_there_is_one_sentence() -> None:
+    said = livebed("status", "--url", "http://127.0.0.1:9", wanted=1).stderr
+    assert said.startswith("livebed: no answer from http://127.0.0.1:9")
+    assert said.count("\n") == 1
+
+
+def test_a_demo_without_a_terminal_ends_with_one_json_object_and_no_errors() -> None:
+    figures = as_json("demo", "--seconds", "6", *FREE_PORTS)
+    assert figures["errors"] == 0
+    assert figures["events_trained"] == figures["events_scored"] > 1000
+    assert figures["served_auc"] > 0.6
+    assert 0.0 < figures["freshness_ms"]["p50"] <= figures["freshness_ms"]["p99"]
+    assert 0.0 < figures["score_ms"]["p50"] <= figures["score_ms"]["p99"]
+    assert figures["rows"]["video"] > 500
+    assert not list(Path("/dev/shm").glob("livebed-*-kuairand"))  # noqa: S108 - looked at only
