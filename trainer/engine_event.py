@@ -39,7 +39,7 @@ from trainer.kernel import kernel
 from trainer.live_atomics import address_of, prefetch
 from trainer.optim import ACCUMULATE, ADAGRAD, SGD, dense_step, ftrl_step, ftrl_weight, kernel_hot, row_step
 from trainer.schema import Schema
-from trainer.settings import ModelSettings
+from trainer.settings import ModelSettings, Settings
 from trainer.tables import Tables
 
 Float32s = npt.NDArray[np.float32]
@@ -485,3 +485,20 @@ def build_rules(model: ModelSettings) -> Rules:
         l2=np.float32(wide.l2),
         bias_lr=float(model.bias_lr),
     )
+
+
+def warm() -> None:
+    """Compile the kernels, or load them from the cache."""
+    settings = Settings.model_validate(
+        {"tables": {"a": {"capacity": 64}}, "features": {"a": {"kind": "categorical"}}, "model": {"hidden": [2]}}
+    )
+    schema = Schema.from_settings(settings)
+    tables, state = Tables(schema, settings.model), LearnerState.initial(schema, settings.model)
+    one = Features(
+        ids_BC=np.zeros((1, 1), np.int64),
+        lengths_BF=np.ones((1, 1), np.int32),
+        floats_BM=np.zeros((1, 0), np.float32),
+        present_BA=np.ones((1, 1), np.uint8),
+    )
+    slots_11, label = np.zeros((1, 1), np.int64), np.ones(1, np.float32)
+    EventEngine(schema, settings.model, tables, state).learn(slots_11, one, label)

@@ -10,15 +10,16 @@ to arrays with atomic instructions, which cost more than the reads themselves on
 from collections.abc import Callable
 from typing import Any, cast
 
+import numpy as np
 import numpy.typing as npt
 from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-LANES = 8  # int64 of a cache line, compared at once by `match_line`
+LANES = 32  # bytes compared at once by `match_bytes`
 
 _INT64, _INT32, _INT8, _BIT = ir.IntType(64), ir.IntType(32), ir.IntType(8), ir.IntType(1)
-_LINE = ir.VectorType(_INT64, LANES)
+_BYTES = ir.VectorType(_INT8, LANES)
 
 
 def _address_of(typing_context: Any, array: Any) -> Any:
@@ -87,16 +88,16 @@ def _copy_words(typing_context: Any, target: Any, source: Any, num_words: Any) -
     return types.void(types.int64, types.int64, types.int64), build
 
 
-def _match_line(typing_context: Any, address: Any, key: Any) -> Any:
+def _match_bytes(typing_context: Any, address: Any, byte: Any) -> Any:
     def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        line = builder.load(builder.inttoptr(args[0], _LINE.as_pointer()))
-        line.align = 8
-        undefined, zeros = ir.Constant(_LINE, ir.Undefined), ir.Constant(ir.VectorType(_INT32, LANES), [0] * LANES)
-        keys = builder.shuffle_vector(builder.insert_element(undefined, args[1], _INT32(0)), undefined, zeros)
-        bits = builder.bitcast(builder.icmp_signed("==", line, keys), ir.IntType(LANES))
+        loaded = builder.load(builder.inttoptr(args[0], _BYTES.as_pointer()))
+        loaded.align = 1
+        undefined, zeros = ir.Constant(_BYTES, ir.Undefined), ir.Constant(ir.VectorType(_INT32, LANES), [0] * LANES)
+        wanted = builder.shuffle_vector(builder.insert_element(undefined, args[1], _INT32(0)), undefined, zeros)
+        bits = builder.bitcast(builder.icmp_unsigned("==", loaded, wanted), ir.IntType(LANES))
         return builder.zext(bits, _INT64)
 
-    return types.int64(types.int64, types.int64), build
+    return types.int64(types.int64, types.uint8), build
 
 
 def _first_bit(typing_context: Any, bits: Any) -> Any:
@@ -120,6 +121,9 @@ fence_acquire: Callable[[], None] = cast("Any", intrinsic(_fencer("acquire")))
 fence_release: Callable[[], None] = cast("Any", intrinsic(_fencer("release")))
 prefetch: Callable[[int], None] = cast("Any", intrinsic(_prefetch))  # ask for the cache line at an address
 copy_words: Callable[[int, int, int], None] = cast("Any", intrinsic(_copy_words))  # to, from, number of uint32
-match_line: Callable[[int, int], int] = cast("Any", intrinsic(_match_line))  # bit k: int64 k of the line is the key
+store_u8_release: Callable[[int, np.uint8], None] = cast("Any", intrinsic(_storer(types.uint8, "release")))
+match_bytes: Callable[[int, np.uint8], int] = cast(
+    "Any", intrinsic(_match_bytes)
+)  # bit k: byte k from address is the one
 first_bit: Callable[[int], int] = cast("Any", intrinsic(_first_bit))  # position of the lowest one; not for 0
 sched_yield: Callable[[], int] = cast("Any", types.ExternalFunction("sched_yield", types.int32()))

@@ -2,12 +2,11 @@
 
 A store is a directory: `CURRENT` (the manifest, JSON, replaced atomically) and a file per shard and generation:
 
-    header (4 KiB) | per section: keys int64[capacity], records uint32[capacity][3 + words] | pairs float32 | dense x 2
+    header (4 KiB) | per section: tags uint8, records | pairs float32 | dense float32, twice
 
 Header words are int64. Those that change lie on cache lines of their own, away from those that readers poll.
 """
 
-import contextlib
 import json
 import mmap
 import re
@@ -19,7 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from trainer.errors import SchemaMismatch, StoreUnavailable
-from trainer.live_kernels import KEYS, META, META_WORDS, ROWS, SEQ, SEQ_WORDS, WINDOW_SLOTS, WORDS
+from trainer.live_atomics import LANES
+from trainer.live_kernels import META_WORDS, ROW
 from trainer.probe import WINDOW
 
 FORMAT = 1  # of files and manifest; another number is refused
@@ -27,7 +27,8 @@ MAGIC = int.from_bytes(b"LIVEBED\0", "little")
 HEADER_BYTES = 4096  # a page, so that sections start aligned
 
 # Header words, written once.
-MAGIC_AT, FORMAT_AT, SCHEMA_AT, GENERATION_AT, SHARD_AT, SHARDS_AT, BYTES_AT, PID_AT, CREATED_US_AT = range(9)
+MAGIC_AT, FORMAT_AT, SCHEMA_AT, GENERATION_AT, SHARD_AT = range(5)
+SHARDS_AT, BYTES_AT, WINDOW_AT, PID_AT, CREATED_US_AT = range(5, 10)
 # Header words that change: two flags, then the counters and buffers of `live_kernels.put_double`.
 SUPERSEDED_AT, STOPPED_AT = 16, 24
 STATE_BEGUN, STATE_FIRST, STATE_SIZE = 32, 40, 4  # version, step, watermark, heartbeat
@@ -88,24 +89,19 @@ class Places:
         """Lay the parts out one after the other, each from a page's start."""
         at = HEADER_BYTES // 8
         descriptors_S7 = np.zeros((len(layout.sections), 7), np.int64)
-        for section, descriptor in zip(layout.sections, descriptors_S7, strict=True):
-            records = at + keys_size(section.capacity)
-            descriptor[0], descriptor[WINDOW_SLOTS] = section.capacity, min(WINDOW, section.capacity)
-            descriptor[KEYS], descriptor[SEQ], descriptor[WORDS] = at, 2 * records, section.words
-            descriptor[META], descriptor[ROWS] = 2 * records + SEQ_WORDS, 2 * records + SEQ_WORDS + META_WORDS
-            record_words = SEQ_WORDS + META_WORDS + section.words
-            at = _page_up(records + (section.capacity * record_words + 1) // 2)
+        for s, section in enumerate(layout.sections):
+            tags, window = at, min(WINDOW, section.capacity)
+            at = _page_up(at + (section.capacity + LANES) // 8 + 1)
+            stride = ROW + section.words + META_WORDS
+            stride += stride % 2  # keys are int64
+            descriptors_S7[s] = section.capacity, window, 8 * tags, 2 * at, stride, ROW + section.words, section.words
+            at = _page_up(at + section.capacity * stride // 2)
         descriptors_S7.setflags(write=False)
         pairs, pair_slots = at, (layout.pair_slots - shard + layout.num_shards - 1) // layout.num_shards
         dense = _page_up(pairs + (pair_slots + 1) // 2)
         dense_words = (layout.dense_size + 1) // 2 if shard == 0 else 0
         num_bytes = 8 * _page_up(dense + 2 * dense_words)
         return cls(descriptors_S7, 2 * pairs, pair_slots, dense, dense_words, num_bytes)
-
-
-def keys_size(capacity: int) -> int:
-    """int64 that a section's keys take: whole cache lines, for they are compared by the line."""
-    return _page_up(capacity)
 
 
 def _page_up(words: int) -> int:
@@ -197,6 +193,7 @@ def check_header(path: Path, header: npt.NDArray[np.int64], layout: Layout, shar
         "generation": (GENERATION_AT, generation_of(path.name)),
         "shard": (SHARD_AT, shard),
         "number of shards": (SHARDS_AT, layout.num_shards),
+        "window": (WINDOW_AT, WINDOW),
         "size": (BYTES_AT, Places.of(layout, shard).num_bytes),
     }
     for what, (at, value) in wanted.items():
@@ -228,9 +225,3 @@ def check_array(name: str, array: Array, dtype: type, shape: tuple[int, ...]) ->
 def views(memory: mmap.mmap) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64], npt.NDArray[np.float32]]:
     """The same bytes as uint32, int64 and float32; read-only if the mapping is."""
     return np.frombuffer(memory, np.uint32), np.frombuffer(memory, np.int64), np.frombuffer(memory, np.float32)
-
-
-def advise_huge_pages(memory: mmap.mmap) -> None:
-    """Fewer TLB misses on random rows, where the file system can: tmpfs mounted or set to `advise`."""
-    with contextlib.suppress(OSError, AttributeError):
-        memory.madvise(mmap.MADV_HUGEPAGE)

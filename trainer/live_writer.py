@@ -16,8 +16,8 @@ import numpy as np
 from trainer import live_kernels as kernels
 from trainer import live_layout as at
 from trainer.errors import StoreUnavailable
-from trainer.live_layout import Array, Layout, Manifest, Places, advise_huge_pages, check_array, views
-from trainer.probe import EMPTY, REMOVED
+from trainer.live_layout import Array, Layout, Manifest, Places, check_array, views
+from trainer.probe import WINDOW
 
 
 class Writer:
@@ -60,10 +60,6 @@ class Writer:
             raise
 
     def _fill_header(self) -> None:
-        for descriptor in self._places.descriptors_S7:
-            capacity, keys = int(descriptor[kernels.CAPACITY]), self._i64[descriptor[kernels.KEYS] :]
-            keys[:capacity] = EMPTY
-            keys[capacity : at.keys_size(capacity)] = REMOVED  # no id's, and no end of a probe
         header = {
             at.MAGIC_AT: at.MAGIC,
             at.FORMAT_AT: at.FORMAT,
@@ -72,6 +68,7 @@ class Writer:
             at.SHARD_AT: self.shard,
             at.SHARDS_AT: self.layout.num_shards,
             at.BYTES_AT: self._places.num_bytes,
+            at.WINDOW_AT: WINDOW,
             at.PID_AT: os.getpid(),
             at.CREATED_US_AT: _now_us(),
         }
@@ -89,8 +86,7 @@ class Writer:
     ) -> None:
         """Write whole records at known slots: int64 slots and ids, uint32 words, last seen (s) and counts.
 
-        Free slots between an id's home and its slot become tombstones, so that rows held back by the guard break no
-        probe. Raises ValueError, having written nothing, for a slot outside the id's window.
+        Raises ValueError, having written nothing, for a slot outside the id's window, where no reader would look.
         """
         descriptor_7 = self._sections[section]
         num, words = len(slots_N), int(descriptor_7[kernels.WORDS])
@@ -105,9 +101,9 @@ class Writer:
         kernels.put_records(self._u32, descriptor_7, slots_N, keys_N, words_NW, seen_s_N, counts_N)
 
     def remove(self, section: str, slots_N: Array) -> None:
-        """Leave tombstones at int64 slots: whatever ids were there are unknown from now on."""
+        """Free int64 slots: whatever ids were there are unknown from now on."""
         check_array("slots_N", slots_N, np.int64, (len(slots_N),))
-        if not kernels.remove_keys(self._u32, self._sections[section], slots_N):
+        if not kernels.remove_records(self._u32, self._sections[section], slots_N):
             raise ValueError(f"{section}: a slot is outside 0 to {self._sections[section][kernels.CAPACITY] - 1}")
 
     def put_pairs(self, index_N: Array, values_N: Array) -> None:
@@ -157,8 +153,9 @@ class Writer:
             Manifest(generation, self.layout, tuple(files)).write(self._directory)  # 1
         for path in self._directory.iterdir():
             if at.replaced_by(path.name, self._path.name):
-                _mark_superseded(path)  # 2
-                path.unlink()  # 3
+                with contextlib.suppress(FileNotFoundError):  # another shard's writer was faster
+                    _mark_superseded(path)  # 2
+                    path.unlink()  # 3
 
     def _files_of_others(self) -> list[str | None]:
         """Files of the other shards, where they have this generation's layout."""
@@ -206,7 +203,6 @@ def _make_file(path: Path, num_bytes: int) -> mmap.mmap:
         ) from error
     finally:
         os.close(descriptor)
-    advise_huge_pages(memory)
     return memory
 
 

@@ -78,16 +78,13 @@ class Trainer:
         self._restore()
         self.board = Board.open(settings.metrics_path, "trainer")
         self.log = EventLog(settings.stream.url, settings.stream.key)
-        self.saver = Saver(
-            settings.checkpoint_path,
-            every_s=settings.checkpoint.every_s,
-            keep=settings.checkpoint.keep,
-            board=self.board,
-        )
+        self.saver = Saver(settings.checkpoint_path, settings.checkpoint, self.board)
         layout = layout_for(self.schema, settings.model, settings.store.num_shards)
         self.writer = Writer.create(settings.store_path, layout, after_version=self.place.version)
         self.publisher = Publisher(self.writer, self.tables, self.entities, self.state, settings.model)
         self._decoder = EntryDecoder(self.schema)
+        self._freshness = self.board.histogram("livebed_event_to_visible_seconds")
+        self._applied = self.board.counter("livebed_events_applied_total")
         self._gauges_due_s = 0.0
 
     def run(self, stop: threading.Event) -> None:
@@ -175,13 +172,21 @@ class Trainer:
             watermark_us=self.place.watermark_us,
         )
         self.place.version = report.version
-        self.board.histogram("livebed_event_to_visible_seconds").observe_many((now_us() - batch.accepted_us_B) / US)
-        self.board.counter("livebed_events_applied_total").inc(len(batch))
+        if report.held_dense:
+            self._count_held("dense_not_finite", 1)
+        else:
+            self._freshness.observe_many((now_us() - batch.accepted_us_B) / US)
+        self._applied.inc(len(batch))
         self.metrics.update(batch.labels_B[examples_B], logits_B[examples_B])
-        if report.held_rows:
-            self.board.counter("livebed_guard_held_total", reason="row_not_finite").inc(report.held_rows)
+        self._count_held("row_not_finite", report.held_rows)
+        self._count_held("pair_not_finite", report.held_pairs)
         if len(assignment.evicted_tables_E):
             self._count_removed(assignment.evicted_tables_E, "lru")
+
+    def _count_held(self, reason: str, count: int) -> None:
+        if count:
+            logger.error("held back %d times, readers keep what they had: %s", count, reason)
+            self.board.counter("livebed_guard_held_total", reason=reason).inc(count)
 
     def _sweep(self) -> None:
         """Take expired ids out of the tables and the live store, a few at a time."""
@@ -235,7 +240,7 @@ class Trainer:
         gauge("livebed_progressive_logloss").set(recent.logloss)
         gauge("livebed_calibration_ratio").set(recent.calibration_ratio)
         for table in self.schema.tables:
-            gauge("livebed_table_rows", table=table.name).set(self.tables.num_rows(table.index))
+            gauge("livebed_table_rows", table=table.name).set(int(self.tables.num_rows_T[table.index]))
         try:
             gauge("livebed_stream_lag_entries").set(self.log.lag(self.place.entry_id))
         except (LogUnavailable, LogFull):

@@ -1,15 +1,14 @@
 """Embedding rows through torchrec and fbgemm, over the memory of `Tables`: lookup, backward and update fused.
 
 All tables lie in one `EmbeddingBagCollection` under `DistributedModelParallel` (here a world of one rank, table-wise),
-whose fused kernel applies exact row-wise Adagrad during backward. After it is built, fbgemm's weights and optimizer
-state are laid over the arrays of `Tables`: nothing is copied, and index, publisher, checkpoints and the event engine
-go on with the arrays they hold. torchrec's own state dicts still show the storage it started with: do not read them.
+whose fused kernels apply exact row-wise Adagrad during backward. They work on the arrays of `Tables` themselves, so
+nothing is copied, and index, publisher, checkpoints and the event engine go on with the arrays they hold.
 
 torchrec and fbgemm are imported here alone. What they do that surprises (tried with torchrec 1.8, fbgemm-gpu 1.8):
 - without `compute_kernel="fused"` rows silently do not train on a CPU, hence the check at start;
 - an id out of range trains row 0, hence FATAL bounds checks, and `-1` never gets this far;
-- all tables of one learning rate and eps share one fused kernel, whatever their widths, if pooled alike: by sum,
-  with 1 / length as the weight of each id where the mean is wanted.
+- tables share one fused kernel, whatever their widths, if they have one learning rate and eps and are pooled alike:
+  all by sum, with 1 / length as the weight of each id where the mean is wanted.
 
 Legend: N rows (examples), F id features, T tables, J ids of all bags end to end, Y width of all pooled rows together.
 """
@@ -21,7 +20,8 @@ import socket
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -112,8 +112,7 @@ class Rows:
         # Id feature, its first column, whether it is a list, whether it takes the mean, where its table's slots start.
         self._plan_F5 = np.stack([self.feature_order, *(column[self.feature_order] for column in columns)], axis=1)
         self._keys = [_key(f) for f in self.feature_order.tolist()]
-        self._parallel = _distribute(_collection(schema, weighted=self.weighted))
-        _lay_over(self._parallel, schema, tables)
+        self._parallel = _distribute(_collection(schema, tables, weighted=self.weighted), tables)
 
     def bags(self, rows_N: Int64s, slots_BC: Int64s, lengths_BF: npt.NDArray[np.int32]) -> Bags:
         """What to look up for some rows of a batch; slots are global, -1 (nothing there) is left out."""
@@ -145,8 +144,33 @@ def _key(id_feature: int) -> str:
     return f"feature{id_feature}"
 
 
-def _collection(schema: Schema, *, weighted: bool) -> EmbeddingBagCollection:
-    """The tables, without memory yet, each with the optimizer that backward applies to it."""
+class Buffers(dict[str, Tensor]):
+    """fbgemm's `preallocated_host_buffers`, equal to itself alone.
+
+    torchrec fuses tables whose options are equal, and hashes the options to find out.
+    """
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+def _runs(schema: Schema, tables: Tables) -> Iterator[tuple[list[Table], Buffers]]:
+    """Neighbouring tables that can share a fused kernel, for they have one learning rate and eps; and their memory."""
+    for _, group in groupby(schema.tables, key=lambda table: (table.lr, table.eps)):
+        run = list(group)
+        first, last = run[0].index, run[-1].index
+        slots = slice(tables.slot_base_T[first], tables.slot_base_T[last] + tables.capacity_T[last])
+        floats = slice(tables.weight_base_T[first], tables.weight_base_T[last] + tables.rows(last).size)
+        yield run, Buffers(
+            weights=torch.from_numpy(tables.weights[floats]), momentum1=torch.from_numpy(tables.accumulators[slots])
+        )
+
+
+def _collection(schema: Schema, tables: Tables, *, weighted: bool) -> EmbeddingBagCollection:
+    """The tables, each with the optimizer that backward is to apply and the memory it is to work on."""
     configs = [
         EmbeddingBagConfig(
             name=_name(table),
@@ -158,15 +182,16 @@ def _collection(schema: Schema, *, weighted: bool) -> EmbeddingBagCollection:
         for table in schema.tables
     ]
     collection = EmbeddingBagCollection(tables=configs, is_weighted=weighted, device=torch.device("meta"))
-    for table in schema.tables:
-        bag = collection.embedding_bags[_name(table)]
-        # torch's own, for torchrec has deprecated its public name for this and calls it in turn.
-        fuse(RowWiseAdagrad, bag.parameters(), {"lr": table.lr, "eps": table.eps})
+    for run, buffers in _runs(schema, tables):
+        options = {"lr": run[0].lr, "eps": run[0].eps, "preallocated_host_buffers": buffers}
+        for table in run:
+            # torch's own, for torchrec has deprecated its public name for this and calls it in turn.
+            fuse(RowWiseAdagrad, collection.embedding_bags[_name(table)].parameters(), options)
     return collection
 
 
-def _distribute(collection: EmbeddingBagCollection) -> DistributedModelParallel:
-    """Place all tables on the one rank, fused; raises where the optimizer is not in backward after all."""
+def _distribute(collection: EmbeddingBagCollection, tables: Tables) -> DistributedModelParallel:
+    """Place all tables on the one rank, fused, over the memory of `tables`, whose content stays."""
     sharder = EmbeddingBagCollectionSharder(fused_params={"bounds_check_mode": BoundsCheckMode.FATAL})
     plan = construct_module_sharding_plan(
         collection,
@@ -176,6 +201,7 @@ def _distribute(collection: EmbeddingBagCollection) -> DistributedModelParallel:
         world_size=1,
         device_type=CPU.type,
     )
+    weights = tables.weights.copy()  # torchrec gives every table it makes random rows
     parallel = DistributedModelParallel(
         collection,
         env=ShardingEnv.from_process_group(world_of_one()),
@@ -183,29 +209,19 @@ def _distribute(collection: EmbeddingBagCollection) -> DistributedModelParallel:
         plan=ShardingPlan({"": plan}),
         sharders=[sharder],
     )
-    fused = parallel.fused_optimizer.state_dict()["state"]
-    wanted = len(collection.embedding_bags)
-    if len(fused) != wanted:
-        raise LivebedError(f"torchrec fused the optimizers of {len(fused)} tables of {wanted}: rows would not train")
+    tables.weights[:] = weights
+    _check(parallel, tables)
     return parallel
 
 
-def _lay_over(parallel: DistributedModelParallel, schema: Schema, tables: Tables) -> None:
-    """Let every fused kernel work on the arrays of `Tables`, each table at its own offset there."""
-    base_T = {_name(table): table.index for table in schema.tables}
-    for fused in _fused_modules(parallel.module):
-        order = [base_T[shard.name] for shard in fused.config.embedding_tables for _ in shard.feature_names]
-        fbgemm = fused.emb_module
-        fbgemm.weights_host.data = torch.from_numpy(tables.weights)
-        fbgemm.momentum1_host.data = torch.from_numpy(tables.accumulators)
-        fbgemm.weights_offsets.copy_(torch.from_numpy(tables.weight_base_T[order]))
-        fbgemm.momentum1_offsets.copy_(torch.from_numpy(tables.slot_base_T[order]))
-
-
-def _fused_modules(sharded: Any) -> Iterator[Any]:
-    """torchrec's wrappers of the fbgemm modules: one for each learning rate and eps."""
-    for lookup in sharded._lookups:  # a plain list, which `modules()` does not enter
-        yield from (module for module in lookup.modules() if hasattr(module, "emb_module"))
+def _check(parallel: DistributedModelParallel, tables: Tables) -> None:
+    """Raise if rows would not train, or not those of `tables`: either would pass without a sound."""
+    fused = len(parallel.fused_optimizer.state_dict()["state"])
+    places = {name: weight.data_ptr() for name, weight in parallel.named_parameters()}
+    for table in tables.schema.tables:
+        place = places.get(f"embedding_bags.{_name(table)}.weight")
+        if fused != len(tables.schema.tables) or place != tables.rows(table.index).ctypes.data:
+            raise LivebedError(f"torchrec does not train table {table.name} in place: these versions do not fit")
 
 
 def world_of_one() -> dist.ProcessGroup:

@@ -94,7 +94,7 @@ def _labels(schema: Schema, name: str, column: Any) -> npt.NDArray[np.float32]:
         if bad is not None:
             raise SettingsError("label", got=bad, wanted=f"0 or 1, true or false, yes or no in column {name}")
         return np.array([value in TRUE_WORDS for value in lowered], np.float32)
-    values = pc.cast(column, pa.float64()).to_numpy()
+    values: npt.NDArray[np.float64] = pc.cast(column, pa.float64()).to_numpy()
     if schema.label_threshold is not None:
         values = np.where(np.isnan(values), np.nan, values >= schema.label_threshold)
     bad_rows = np.flatnonzero((values != 0) & (values != 1))
