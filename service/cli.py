@@ -49,7 +49,8 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, for m
 
 
 def _setting(flag: str, variable: str, default: str, text: str) -> Any:
-    return typer.Option(flag, envvar=f"LIVEBED_{variable}", show_default=default, help=text)
+    """A flag of one setting. Its variable is shown here and read by `Settings.load`, with all the others."""
+    return typer.Option(flag, show_default=default, help=f"{text} [dim]\\[env var: LIVEBED_{variable}][/dim]")
 
 
 HttpPort = Annotated[

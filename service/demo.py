@@ -27,6 +27,8 @@ from trainer.settings import Settings
 # The log is 41,828 impressions long: about a minute.
 DEFAULT_RATE: Final = 700.0
 LEARNED_TIMEOUT_S: Final = 30.0
+# The trainer puts its row counts on the metric board four times a second.
+GAUGES_S: Final = 0.5
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,7 @@ def _replay(supervisor: Supervisor, log: ClickLog, options: DemoOptions, view: V
         if supervisor.wait(TEND_EVERY_S):
             break
         supervisor.tend()
+    supervisor.wait(GAUGES_S)
     final = figures()
     view.show(final)
     for error, count in replay.outcome.errors.most_common(5):

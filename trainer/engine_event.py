@@ -97,11 +97,10 @@ class Memory(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Activations of one event and their gradients, see `forward.py`; which rows of the batch are examples."""
+    """Activations of one event and their gradients, see `forward.py`."""
 
     act: Float32s
     back: Float32s
-    examples_B: npt.NDArray[np.bool_]
 
 
 class Batch(NamedTuple):
@@ -125,13 +124,6 @@ def pair_index(a: int, b: int, pair: int, num_slots: int) -> np.int64:
     h = (h ^ (h >> np.uint64(32))) * PAIR_A
     h = (h ^ (h >> np.uint64(29))) * PAIR_B
     return np.int64((h >> np.uint64(32)) & np.uint64(num_slots - 1))
-
-
-@kernel
-def mark_examples(labels_B: Float32s, examples_B: npt.NDArray[np.bool_]) -> None:
-    """Tell examples from feature events (NaN). Not in a kernel with fastmath: there, no number is ever NaN."""
-    for b in range(labels_B.shape[0]):
-        examples_B[b] = not np.isnan(labels_B[b])
 
 
 @kernel_hot
@@ -279,42 +271,6 @@ def ask_for_rows(batch: Batch, b: int, plan: Plan, memory: Memory) -> None:
                 prefetch(address_of(memory.wide_n) + 4 * slot)
 
 
-@kernel_hot
-def run_batch(
-    batch: Batch, plan: Plan, net: Net, rules: Rules, memory: Memory, scratch: Scratch, pool: Pool, micro_batch: int
-) -> None:
-    """Predict the rows in order and learn from each group of `micro_batch`; 0: only predict."""
-    act, back = scratch.act, scratch.back
-    at_once = micro_batch == 1
-    dense_rule, dense_state = rules.dense, memory.params_accumulators
-    if not at_once:
-        dense_rule, dense_state = ACCUMULATE, pool.dense
-    num_rows = batch.logits_B.shape[0]
-    base, positives, g_sum, waiting = base_logit(memory.offset), 0.0, 0.0, 0
-    for b in range(num_rows):
-        if b + 1 < num_rows:
-            ask_for_rows(batch, b + 1, plan, memory)
-        learning = micro_batch > 0 and scratch.examples_B[b]
-        if learning or micro_batch == 0:
-            logit = base + gather(batch, b, plan, rules, memory, act) + net_logit(net, memory.params, act)
-            batch.logits_B[b] = logit
-        if learning:
-            label = batch.labels_B[b]
-            g = np.float32(sigmoid(logit) - label)
-            net_backward(net, memory.params, dense_state, act, back, g, dense_rule, rules.lr, rules.eps)
-            learn_ids(batch, b, plan, rules, memory, back, g, pool, at_once)
-            positives += float(label)
-            g_sum += float(g)
-            waiting += 1
-        if waiting > 0 and (waiting == micro_batch or b + 1 == num_rows):
-            if not at_once:
-                dense_step(rules.dense, memory.params, memory.params_accumulators, ONE, pool.dense, rules.lr, rules.eps)
-                pool.dense[:] = ZERO
-            apply_pool(pool, plan, rules, memory)
-            learn_offset(memory.offset, positives, float(waiting), g_sum, rules.bias_lr)
-            base, positives, g_sum, waiting = base_logit(memory.offset), 0.0, 0.0, 0
-
-
 @structref.register
 class LearnerType(types.StructRef):
     """numba's type of a `Learner`."""
@@ -350,14 +306,44 @@ def run_events(
     logits_B: Float32s,
     micro_batch: int,
 ) -> None:
-    """`run_batch` on a learner's memory."""
-    if micro_batch > 0:
-        empty_touched(learner.pool)
-        mark_examples(labels_B, learner.scratch.examples_B)
+    """Predict the rows in order and learn from each group of `micro_batch` examples; 0: only predict.
+
+    Exact arithmetic here, for a kernel with fastmath takes it for granted that no label is NaN.
+    """
+    plan, net, rules, memory, pool = learner.plan, learner.net, learner.rules, learner.memory, learner.pool
+    act, back = learner.scratch.act, learner.scratch.back
+    params, params_state, gradients = memory.params, memory.params_accumulators, pool.dense
+    rule, state = rules.dense, params_state
     batch = Batch(slots_BC, ids_BC, lengths_BF, floats_BM, labels_B, logits_B)
-    run_batch(
-        batch, learner.plan, learner.net, learner.rules, learner.memory, learner.scratch, learner.pool, micro_batch
-    )
+    num_rows, at_once = logits_B.shape[0], micro_batch == 1
+    if not at_once:
+        rule, state = ACCUMULATE, gradients
+    if micro_batch > 0:
+        empty_touched(pool)
+    base, positives, g_sum, waiting = base_logit(memory.offset), 0.0, 0.0, 0
+    for b in range(num_rows):
+        if b + 1 < num_rows:
+            ask_for_rows(batch, b + 1, plan, memory)
+        learning = micro_batch > 0 and not np.isnan(labels_B[b])
+        if learning or micro_batch == 0:
+            logit = base + gather(batch, b, plan, rules, memory, act) + net_logit(net, params, act)
+            logits_B[b] = logit
+        else:
+            logits_B[b] = np.nan
+        if learning:
+            g = sigmoid(logit) - labels_B[b]
+            net_backward(net, params, state, act, back, g, rule, rules.lr, rules.eps)
+            learn_ids(batch, b, plan, rules, memory, back, g, pool, at_once)
+            positives += labels_B[b]
+            g_sum += g
+            waiting += 1
+        if waiting > 0 and (waiting == micro_batch or b + 1 == num_rows):
+            if not at_once:
+                dense_step(rules.dense, params, params_state, ONE, gradients, rules.lr, rules.eps)
+                gradients[:] = ZERO
+            apply_pool(pool, plan, rules, memory)
+            learn_offset(memory.offset, positives, float(waiting), g_sum, rules.bias_lr)
+            base, positives, g_sum, waiting = base_logit(memory.offset), 0.0, 0.0, 0
 
 
 class EventEngine:
@@ -389,8 +375,8 @@ class EventEngine:
                 pair_z=state.pair_z,
                 pair_n=state.pair_n,
             ),
+            Scratch(np.zeros(net.act_size, np.float32), np.zeros(net.back_size, np.float32)),
         )
-        self._act, self._back = np.zeros(net.act_size, np.float32), np.zeros(net.back_size, np.float32)
         self._width = max(schema.feature_width_F.tolist(), default=0)
         self._no_labels = np.zeros(0, np.float32)
         self._micro_batch = self._batch_size = 0
@@ -418,7 +404,7 @@ class EventEngine:
         return self._pool.touched_pairs[: self._pool.count[TOUCHED]]
 
     def _run(self, slots_BC: Int64s, features: Features, labels_B: Float32s, micro_batch: int) -> Float32s:
-        logits_B = np.full(len(slots_BC), np.nan, np.float32)
+        logits_B = np.empty(len(slots_BC), np.float32)
         run_events(
             self._learner,
             plain(slots_BC),
@@ -442,8 +428,7 @@ class EventEngine:
             touched_pairs=min(self._batch_size * self._num_pairs, self._pair_slots),
             pair_slots=self._pair_slots,
         )
-        scratch = Scratch(self._act, self._back, np.zeros(self._batch_size, np.bool_))
-        self._learner = make_learner(*self._parts, scratch, self._pool)
+        self._learner = make_learner(*self._parts, self._pool)
 
 
 def plain(array: npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -271,9 +271,9 @@ class Entities:
             return EntityChanges(nothing, nothing)
         features = batch.features
         # What came over the wire may be read-only, which would be another type to numba, and another compilation.
-        entity_B, entity_id_B, accepted_us_B = (
-            np.require(array, requirements="W") for array in (batch.entity_B, batch.entity_id_B, batch.accepted_us_B)
-        )
+        entity_B = np.require(batch.entity_B, requirements="W")
+        entity_id_B = np.require(batch.entity_id_B, requirements="W")
+        accepted_us_B = np.require(batch.accepted_us_B, requirements="W")
         written_K2 = np.empty((len(batch), 2), np.int64)
         count = apply_batch(
             features.ids_BC, features.lengths_BF, features.floats_BM.view(np.uint32), features.present_BA,

@@ -189,21 +189,26 @@ def _now_us() -> int:
 
 def _make_file(path: Path, num_bytes: int) -> mmap.mmap:
     """A new file of zeros, its space reserved: running out of memory later would kill the process (SIGBUS)."""
+    room = os.statvfs(path.parent)
+    free_bytes = room.f_bavail * room.f_frsize
+    if free_bytes < num_bytes:
+        raise _no_room(path, num_bytes, free_bytes)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         os.posix_fallocate(descriptor, 0, num_bytes)
-        memory = mmap.mmap(descriptor, num_bytes)
+        return mmap.mmap(descriptor, num_bytes)
     except OSError as error:
         path.unlink()
-        room = os.statvfs(path.parent)
-        raise StoreUnavailable(
-            f"no room for the live store in {path.parent}: wanted {num_bytes >> 20} MiB, "
-            f"free {room.f_bavail * room.f_frsize >> 20} MiB ({error.strerror}): lower the tables' capacity"
-            " or move the store"
-        ) from error
+        raise _no_room(path, num_bytes, free_bytes) from error
     finally:
         os.close(descriptor)
-    return memory
+
+
+def _no_room(path: Path, num_bytes: int, free_bytes: int) -> StoreUnavailable:
+    return StoreUnavailable(
+        f"no room for the live store in {path.parent}: wanted {num_bytes >> 20} MiB, {free_bytes >> 20} MiB are free: "
+        "lower the tables' capacity, or keep the store elsewhere"
+    )
 
 
 def _lock(path: Path) -> int:

@@ -30,6 +30,7 @@ from trainer.settings import Settings
 from trainer.snapshot import Progress, Snapshot, capture, restore
 from trainer.stream import START, EventLog, entry_time_ms
 from trainer.tables import Tables
+from trainer.warm import MODULES, warm
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +90,8 @@ class Trainer:
 
     def run(self, stop: threading.Event) -> None:
         """Publish what was restored, then learn until told to stop; ends with a checkpoint."""
+        for module in MODULES:  # from the cache: the first events do not wait for their kernels
+            warm(module)
         self.publisher.publish_all(step=self.place.step, watermark_us=self.place.watermark_us)
         self.writer.activate()
         logger.info("learning from %s after entry %s", self.settings.stream.key, self.place.entry_id)

@@ -15,6 +15,7 @@ Legend: N rows (examples), F id features, T tables, J ids of all bags end to end
 # ruff: noqa: PLR0917 -- kernels take arrays one by one: numba unpacks no objects.
 
 import atexit
+import logging
 import os
 import socket
 import warnings
@@ -112,7 +113,9 @@ class Rows:
         # Id feature, its first column, whether it is a list, whether it takes the mean, where its table's slots start.
         self._plan_F5 = np.stack([self.feature_order, *(column[self.feature_order] for column in columns)], axis=1)
         self._keys = [_key(f) for f in self.feature_order.tolist()]
-        self._parallel = _distribute(_collection(schema, tables, weighted=self.weighted), tables)
+        with _rows_kept(tables):
+            self._parallel = _distribute(_collection(schema, tables, weighted=self.weighted))
+        _check(self._parallel, tables)
 
     def bags(self, rows_N: Int64s, slots_BC: Int64s, lengths_BF: npt.NDArray[np.int32]) -> Bags:
         """What to look up for some rows of a batch; slots are global, -1 (nothing there) is left out."""
@@ -150,10 +153,12 @@ class Buffers(dict[str, Tensor]):
     torchrec fuses tables whose options are equal, and hashes the options to find out.
     """
 
-    def __hash__(self) -> int:
+    def __hash__(self) -> int:  # type: ignore[override]  # a plain dict has none
+        """By identity."""
         return id(self)
 
     def __eq__(self, other: object) -> bool:
+        """By identity."""
         return self is other
 
 
@@ -164,9 +169,8 @@ def _runs(schema: Schema, tables: Tables) -> Iterator[tuple[list[Table], Buffers
         first, last = run[0].index, run[-1].index
         slots = slice(tables.slot_base_T[first], tables.slot_base_T[last] + tables.capacity_T[last])
         floats = slice(tables.weight_base_T[first], tables.weight_base_T[last] + tables.rows(last).size)
-        yield run, Buffers(
-            weights=torch.from_numpy(tables.weights[floats]), momentum1=torch.from_numpy(tables.accumulators[slots])
-        )
+        weights, accumulators = torch.from_numpy(tables.weights[floats]), torch.from_numpy(tables.accumulators[slots])
+        yield run, Buffers(weights=weights, momentum1=accumulators)
 
 
 def _collection(schema: Schema, tables: Tables, *, weighted: bool) -> EmbeddingBagCollection:
@@ -190,8 +194,9 @@ def _collection(schema: Schema, tables: Tables, *, weighted: bool) -> EmbeddingB
     return collection
 
 
-def _distribute(collection: EmbeddingBagCollection, tables: Tables) -> DistributedModelParallel:
-    """Place all tables on the one rank, fused, over the memory of `tables`, whose content stays."""
+def _distribute(collection: EmbeddingBagCollection) -> DistributedModelParallel:
+    """Place all tables on the one rank, fused."""
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)  # it warns of how torchrec calls it
     sharder = EmbeddingBagCollectionSharder(fused_params={"bounds_check_mode": BoundsCheckMode.FATAL})
     plan = construct_module_sharding_plan(
         collection,
@@ -201,27 +206,35 @@ def _distribute(collection: EmbeddingBagCollection, tables: Tables) -> Distribut
         world_size=1,
         device_type=CPU.type,
     )
-    weights = tables.weights.copy()  # torchrec gives every table it makes random rows
-    parallel = DistributedModelParallel(
+    return DistributedModelParallel(
         collection,
         env=ShardingEnv.from_process_group(world_of_one()),
         device=CPU,
         plan=ShardingPlan({"": plan}),
         sharders=[sharder],
     )
-    tables.weights[:] = weights
-    _check(parallel, tables)
-    return parallel
+
+
+@contextmanager
+def _rows_kept(tables: Tables) -> Iterator[None]:
+    """Bring back what torchrec overwrites when it is built: it gives every table random rows."""
+    slots = [tables.occupied(table.index) for table in tables.schema.tables]
+    saved = [tables.rows(t)[slots_K].copy() for t, slots_K in enumerate(slots)]
+    yield
+    tables.weights[:] = 0
+    for t, slots_K in enumerate(slots):
+        tables.rows(t)[slots_K] = saved[t]
 
 
 def _check(parallel: DistributedModelParallel, tables: Tables) -> None:
-    """Raise if rows would not train, or not those of `tables`: either would pass without a sound."""
-    fused = len(parallel.fused_optimizer.state_dict()["state"])
-    places = {name: weight.data_ptr() for name, weight in parallel.named_parameters()}
+    """Raise if torchrec does not train the memory of `tables`: nothing else would say so."""
+    weights, fused = dict(parallel.named_parameters()), parallel.fused_optimizer.state_dict()["state"]
     for table in tables.schema.tables:
-        place = places.get(f"embedding_bags.{_name(table)}.weight")
-        if fused != len(tables.schema.tables) or place != tables.rows(table.index).ctypes.data:
-            raise LivebedError(f"torchrec does not train table {table.name} in place: these versions do not fit")
+        name, slot_base = f"embedding_bags.{_name(table)}.weight", tables.slot_base_T[table.index]
+        sums = [shard.tensor for state in fused.get(name, {}).values() for shard in state.local_shards()]
+        got = [memory.data_ptr() for memory in (weights[name], *sums)]
+        if got != [tables.rows(table.index).ctypes.data, tables.accumulators[slot_base:].ctypes.data]:
+            raise LivebedError(f"torchrec does not train table {table.name} in place: its version is not one we know")
 
 
 def world_of_one() -> dist.ProcessGroup:

@@ -11,7 +11,7 @@ run goes on bit for bit as if it had never stopped; into another capacity each i
 room is what was used least recently.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,7 +64,7 @@ def capture(
     model: ModelSettings,
     *,
     progress: Progress,
-    metrics: Tensors,
+    metrics: Mapping[str, npt.NDArray[Any]],
 ) -> Snapshot:
     """Copy the state out; what is learned afterwards does not change the snapshot."""
     schema = tables.schema

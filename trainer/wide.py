@@ -60,11 +60,16 @@ def learn_rows(
     learn_offset(memory.offset, positives, float(rows_N.shape[0]), total, rules.bias_lr)
 
 
+def without_net(model: ModelSettings) -> ModelSettings:
+    """The same model with no term but the wide part, which every family has and the kernels always know."""
+    return model.model_copy(update={"family": "ctr", "hidden": [], "cross_layers": 0, "fm": False})
+
+
 class Wide:
     """Wide weights, pairs and offset over the memory of `tables` and `state`; learned in place."""
 
     def __init__(self, schema: Schema, model: ModelSettings, tables: Tables, state: LearnerState) -> None:
-        linear = model.model_copy(update={"family": "ctr", "hidden": [], "cross_layers": 0, "fm": False})
+        linear = without_net(model)
         plan = build_plan(schema, linear, tables, build_net(schema, linear))
         # Rows of no floats: the kernels then leave x, and the gradients by slot, without them.
         self._plan = plan._replace(width_F=np.zeros_like(plan.width_F), float_x_M=plan.float_x_M[:0])

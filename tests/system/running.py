@@ -3,7 +3,7 @@
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -52,25 +52,31 @@ class Running(Stack):
     def log(self) -> str:
         return self.output.read_text()
 
-    def pid_of(self, *words: str) -> int:
-        """The child whose command line holds all these words."""
+    def pid_of(self, words: str) -> int:
+        """The child whose command line holds these words."""
         return int(wait_until(lambda: self._pid_of(words), timeout_s=30.0, why=f"a process {words}"))
 
-    def _pid_of(self, words: Sequence[str]) -> int | None:
+    def _pid_of(self, words: str) -> int | None:
         for pid in descendants(self.pid):
             try:
-                command = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+                command = Path(f"/proc/{pid}/cmdline").read_bytes().decode().replace("\0", " ")
             except FileNotFoundError:
                 continue
-            if command[1:2] != ["-I"] and all(word in command for word in words):  # -I: not yet the program itself
+            if words in command and " -I " not in command:  # -I: not yet the program itself
                 return pid
         return None
 
     def step(self) -> int:
-        """How many examples the served model has learned."""
-        status, model = self.get("/v1/model")
-        assert status == 200, model
-        return int(model["step"])
+        """How many examples the served model has learned; waits while the worker that is asked still starts."""
+        answers: list[dict[str, Any]] = []
+
+        def answered() -> bool:
+            status, model = self.get("/v1/model")
+            answers.append(model)
+            return status == 200
+
+        wait_until(answered, timeout_s=30.0, why="a worker that is ready")
+        return int(answers[-1]["step"])
 
     def learn(self, count: int) -> None:
         """Send so many examples and wait until they are learned."""

@@ -28,7 +28,7 @@ def test_children_read_what_was_resolved_from_one_private_file(running: Running)
 
 
 def test_a_killed_trainer_comes_back_and_scores_are_answered_meanwhile(running: Running) -> None:
-    os.kill(running.pid_of("trainer"), signal.SIGKILL)
+    os.kill(running.pid_of("-m trainer"), signal.SIGKILL)
     while "trainer started again" not in running.log:
         assert running.post("/v1/score", SCORE)[0] == 200
     assert "trainer was ended by SIGKILL; starting it again in 0.2 s" in running.log
@@ -36,17 +36,17 @@ def test_a_killed_trainer_comes_back_and_scores_are_answered_meanwhile(running: 
 
 
 def test_a_killed_worker_refuses_no_connection(running: Running) -> None:
-    worker = running.pid_of("service", "--worker")
+    worker = running.pid_of("-m service")
     os.kill(worker, signal.SIGKILL)
     wait_until(lambda: not alive(worker), timeout_s=10.0, why="the worker is dead")
     # Nobody accepts now: the connection waits in the supervisor's socket until the next worker does.
     assert running.post("/v1/score", SCORE)[0] in {200, 503}
-    assert running.pid_of("service", "--worker") != worker
+    assert running.pid_of("-m service") != worker
     running.wait_until(lambda: running.post("/v1/score", SCORE)[0] == 200, "the next worker")
 
 
 def test_a_killed_broker_comes_back_and_events_are_learned_again(running: Running) -> None:
-    os.kill(running.pid_of("--unixsocket"), signal.SIGKILL)
+    os.kill(running.pid_of("valkey-server"), signal.SIGKILL)
     running.wait_until(lambda: "broker started again" in running.log, "the broker")
     running.wait_until(lambda: running.post("/v1/events", EVENT)[0] == 202, "events to be accepted")
     running.learn(10)

@@ -58,10 +58,9 @@ class Trainer:
             self.tables.expire(3 * self.step, 40)
             self.tables.remove(0, ids_BC[:2, 0])
             item = int(ids_BC[0, 1])
-            self.entities.apply(
-                batch_of(fact(item, price=self.step), example(item=item % 90), schema=self.schema)
-            )
-            for array in (self.learner.params, self.learner.accumulators, self.learner.offset):
+            self.entities.apply(batch_of(fact(item, price=self.step), example(item=item % 90), schema=self.schema))
+            for name in ("params", "accumulators", "offset"):
+                array = getattr(self.learner, name)
                 array += random.standard_normal(len(array)).astype(array.dtype)
             pair = random.integers(0, 256)
             self.learner.pair_z[pair], self.learner.pair_n[pair] = random.standard_normal(2)
@@ -69,7 +68,7 @@ class Trainer:
 
     def capture(self, position: str = "7-1") -> Snapshot:
         progress = Progress(step=self.step, position=position, store_version=11 << 40, watermark_us=12)
-        metrics = {"histogram": np.arange(5.0), "count": np.int64(3)}
+        metrics = {"histogram": np.arange(5.0), "count": np.array(3)}
         return capture(self.tables, self.entities, self.learner, self.model, progress=progress, metrics=metrics)
 
     def restored(self, snapshot: Snapshot) -> list[str]:
@@ -79,7 +78,11 @@ class Trainer:
     def rows_by_id(self, table: int) -> dict[int, Any]:
         ids = self.tables.keys[self.tables.slot_base_T[table] + self.tables.occupied(table)].tolist()
         rows = {id_: self.tables.row_of(table, id_) for id_ in ids}
-        return {id_: (*r.row_D.tolist(), r.accumulator, r.wide_z, r.wide_n, r.seen_s, r.count) for id_, r in rows.items() if r}
+        return {
+            id_: (*r.row_D.tolist(), r.accumulator, r.wide_z, r.wide_n, r.seen_s, r.count)
+            for id_, r in rows.items()
+            if r
+        }
 
 
 def assert_same_state(a: Trainer, b: Trainer) -> None:
@@ -254,7 +257,9 @@ def test_a_flip_anywhere_in_a_manifest_is_noticed(tmp_path: Path) -> None:
 def test_when_no_save_is_good_it_says_why_instead_of_starting_anew(tmp_path: Path) -> None:
     for path in [save(tmp_path, Trainer().run(1).capture(), keep=2) for _ in range(2)]:
         flip_a_bit(path / "learner.safetensors", 100)
-    with pytest.raises(CheckpointError, match=r"no checkpoint can be used: save-00000002/learner.*save-00000001/learner"):
+    with pytest.raises(
+        CheckpointError, match=r"no checkpoint can be used: save-00000002/learner.*save-00000001/learner"
+    ):
         load_latest(tmp_path)
 
 
@@ -281,21 +286,23 @@ def test_the_format_of_another_version_is_refused_and_nothing_older_used(tmp_pat
 
 
 def test_a_save_killed_at_any_point_leaves_the_one_before_or_is_whole(tmp_path: Path) -> None:
-    """Each forced write and rename in turn is the last thing the process does; then the next start saves again."""
+    """Before each forced write, rename and removal in turn the process dies; then the next one saves again."""
     trainer = Trainer()
-    save(tmp_path, trainer.run(1).capture("1-0"), keep=2)
+    save(tmp_path, trainer.run(1).capture("1-0"), keep=1)
     trainer.run(1)
     for effects in range(100):
         child = os.fork()
         if child == 0:
             _die_after(effects)
-            save(tmp_path, trainer.capture("2-0"), keep=2)
+            save(tmp_path, trainer.capture("2-0"), keep=1)
             os._exit(0)
         finished = os.waitpid(child, 0)[1] == 0
         loaded = load_latest(tmp_path)
         assert loaded.problems == []
         assert loaded.snapshot is not None
         assert loaded.snapshot.progress.position in ({"2-0"} if finished else {"1-0", "2-0"})
+        for path in tmp_path.glob("save-*"):
+            load(path)
         if finished:
             break
     assert effects > 10
@@ -303,7 +310,7 @@ def test_a_save_killed_at_any_point_leaves_the_one_before_or_is_whole(tmp_path: 
 
 
 def _die_after(effects: int) -> None:
-    """End this process like kill -9 before the given forced write or rename."""
+    """End this process like kill -9 before the given forced write, rename or removal."""
     left = [effects]
 
     def counted(call: Any) -> Any:
@@ -315,7 +322,7 @@ def _die_after(effects: int) -> None:
 
         return wrapper
 
-    for name in ("fsync", "rename", "replace", "rmdir"):
+    for name in ("fsync", "rename", "replace", "unlink", "rmdir"):
         setattr(os, name, counted(getattr(os, name)))
 
 

@@ -115,8 +115,9 @@ def test_the_id_forgotten_is_the_least_recently_used_and_its_slot_starts_empty()
     _, schema = every_kind(entities__item__capacity=64)
     entities = Entities(schema)
     ids = list(range(2000))
+    entities.apply(batch_of(fact("kept", tags=["x"]), schema=schema))
     for id_ in ids:
-        entities.apply(batch_of(fact(id_, price=id_), example(item_id="kept"), fact("kept", tags=["x"]), schema=schema))
+        entities.apply(batch_of(fact(id_, price=id_), example(item_id="kept"), schema=schema))
     assert (entities.find(0, hash_values(["kept", ids[-1]])) >= 0).all()
     assert entities.find(0, hash_values(ids[:500])).max() == -1
     newcomer = batch_of(fact("new"), example(item_id="new"), schema=schema)
@@ -162,9 +163,7 @@ def test_one_entity_may_name_another() -> None:
 
 
 def test_a_schema_without_entities_costs_nothing() -> None:
-    _, schema = every_kind(
-        tables={"item": {}}, features={"item": {"kind": "categorical"}}, entities={}
-    )
+    _, schema = every_kind(tables={"item": {}}, features={"item": {"kind": "categorical"}}, entities={})
     entities = Entities(schema)
     assert entities.num_bytes == 0
     assert len(entities.apply(batch_of(example(item=1), schema=schema)).slots_K) == 0

@@ -20,7 +20,10 @@ TTL_S = 50
 
 def make_tables(ttl_s: float | None = None, capacity: int = CAPACITY) -> Tables:
     settings = Settings.model_validate(
-        {"tables": {"a": {"capacity": capacity, "width": 2, "ttl_s": ttl_s}}, "features": {"a": {"kind": "categorical"}}}
+        {
+            "tables": {"a": {"capacity": capacity, "width": 2, "ttl_s": ttl_s}},
+            "features": {"a": {"kind": "categorical"}},
+        }
     )
     return Tables(Schema.from_settings(settings), settings.model)
 
@@ -31,7 +34,8 @@ def assign(tables: Tables, ids: Iterable[int], now_s: int = 0) -> Assignment:
 
 def ids_at_home(slot: int, count: int, capacity: int = CAPACITY) -> list[int]:
     """Ids whose window starts at a given slot."""
-    found, candidate = [], 0
+    found: list[int] = []
+    candidate = 0
     while len(found) < count:
         candidate += 1
         if home_slot(candidate, capacity) == slot:
@@ -58,8 +62,7 @@ class IndexMachine(RuleBasedStateMachine):
         for id_, slot in evicted:
             assert slot_before[id_] == slot, "only what was held can be evicted, from where it was"
         for id_, _ in evicted:
-            row, seen_s = self.last.pop(id_)
-            assert row < first_row, "an id used in this batch was evicted by it"
+            assert self.last.pop(id_)[0] < first_row, "an id used in this batch was evicted by it"
         for id_, slot in zip(ids, outcome.slots_BC[:, 0].tolist(), strict=True):
             if slot >= 0:
                 assert self.tables.keys[slot] == id_
@@ -95,7 +98,7 @@ class IndexMachine(RuleBasedStateMachine):
             assert all(self.now_s - seen_s <= TTL_S for _, seen_s in self.last.values())
 
     def find(self, ids: Iterable[int]) -> list[int]:
-        return self.tables.find(0, np.array(list(ids), np.int64)).tolist()
+        return [int(slot) for slot in self.tables.find(0, np.array(list(ids), np.int64))]
 
     @invariant()
     def holds_each_id_once_where_it_is_found(self) -> None:
@@ -168,6 +171,15 @@ def test_an_expired_id_starts_anew_in_its_slot() -> None:
     assert again.fresh_K.tolist() == [1]
     assert again.evicted_ids_E.tolist() == [5]
     assert tables.counts[slot] == 1
+
+
+def test_an_expired_slot_is_taken_before_the_least_recently_used_one() -> None:
+    tables = make_tables(ttl_s=10)
+    *first, newcomer = ids_at_home(7, WINDOW + 1)
+    assign(tables, first, now_s=100)
+    tables.seen_s[tables.find(0, np.array(first[3:4]))] = 89  # a clock that was behind when this one was seen
+    outcome = assign(tables, [newcomer], now_s=100)
+    assert outcome.evicted_ids_E.tolist() == [first[3]]
 
 
 def test_padding_and_masked_rows_take_no_slot() -> None:

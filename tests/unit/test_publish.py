@@ -42,18 +42,22 @@ class World:
         self.directory = directory
         self.tables, self.entities = Tables(self.schema, self.model), Entities(self.schema)
         self.learner = LearnerState.initial(self.schema, self.model)
+        self.writer: Writer | None = None
         self.new_generation()
         self.reader = Reader(directory, schema_hash=self.schema.layout_hash)
         self.reader.attach(0)
 
     def new_generation(self) -> PublishReport:
-        if hasattr(self, "writer"):
-            self.writer.close()
-        self.writer = Writer.create(self.directory, layout_for(self.schema, self.model, 1))
-        self.publisher = Publisher(self.writer, self.tables, self.entities, self.learner, self.model)
+        self.close()
+        self.writer = writer = Writer.create(self.directory, layout_for(self.schema, self.model, 1))
+        self.publisher = Publisher(writer, self.tables, self.entities, self.learner, self.model)
         report = self.publisher.publish_all(step=0, watermark_us=0)
-        self.writer.activate()
+        writer.activate()
         return report
+
+    def close(self) -> None:
+        if self.writer is not None:
+            self.writer.close()
 
     def assign(self, rows: Sequence[tuple[int, int]], now_s: int = 100) -> Assignment:
         return self.tables.assign(Ids(np.array(rows, np.int64)), None, now_s)
@@ -75,7 +79,7 @@ class World:
         return [row if status else None for row, status in zip(rows, status_N, strict=True)]
 
     def trained(self, table: int, *ids: int) -> list[list[float]]:
-        return self.tables.rows(table)[self.tables.find(table, np.array(ids)) - self.tables.slot_base_T[table]].tolist()
+        return [row.row_D.tolist() for id_ in ids if (row := self.tables.row_of(table, id_)) is not None]
 
     def spoil(self, table: int, id_: int, value: float = np.nan) -> None:
         slot = int(self.tables.find(table, np.array([id_]))[0] - self.tables.slot_base_T[table])
@@ -86,7 +90,7 @@ class World:
 def world(tmp_path: Path) -> Iterator[World]:
     world = World(tmp_path)
     yield world
-    world.writer.close()
+    world.close()
 
 
 def test_a_step_shows_the_rows_it_touched_under_one_version(world: World) -> None:
