@@ -15,7 +15,7 @@ from service.app import Listeners, Worker
 from trainer.errors import LivebedError, SettingsError
 from trainer.settings import Settings
 
-USAGE = 2
+FAULT, USAGE = 1, 2
 logger = logging.getLogger("livebed.service")
 
 
@@ -29,16 +29,21 @@ def main() -> int:
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s service-{options.worker} %(levelname)s %(message)s")
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    status = 0
     try:
         settings = Settings.model_validate_json(options.settings.read_bytes())
         uvloop.run(_serve(settings, options.worker, options.http_fd, options.admin_fd))
-    except SettingsError as error:
+    except* SettingsError as group:  # alone, or out of the worker's group of tasks
+        status = _say(group, USAGE)
+    except* LivebedError as group:
+        status = _say(group, FAULT)
+    return status
+
+
+def _say(group: BaseExceptionGroup[LivebedError], status: int) -> int:
+    for error in group.exceptions:
         logger.error("%s", error)
-        return USAGE
-    except LivebedError as error:
-        logger.error("%s", error)
-        return 1
-    return 0
+    return status
 
 
 async def _serve(settings: Settings, worker: int, http_fd: int, admin_fd: int) -> None:

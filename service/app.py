@@ -97,6 +97,7 @@ class Worker:
         health = self.parts.health
         health.attach_problem = "loading the kernels"
         await asyncio.to_thread(load_kernels)
+        await asyncio.to_thread(self.parts.model.prepare)
         while not self._attached():
             await asyncio.sleep(ATTACH_EVERY_S)
         logger.info("ready: %s", self.parts.model.canary())

@@ -23,7 +23,6 @@ from trainer.errors import (
     LogOverloaded,
     SchemaMismatch,
     StoreUnavailable,
-    UnsupportedByEventEngine,
 )
 
 PROBLEM_TYPE = "application/problem+json"
@@ -57,7 +56,6 @@ KINDS: dict[str, Kind] = {
     "deadline_exceeded": Kind(504, code_pb2.DEADLINE_EXCEEDED, "The request took too long"),
     "log_unavailable": Kind(503, code_pb2.UNAVAILABLE, "The event log does not answer", RETRY_S),
     "log_full": Kind(507, code_pb2.RESOURCE_EXHAUSTED, "The event log is full"),
-    "unsupported_model": Kind(501, code_pb2.UNIMPLEMENTED, "This service cannot score the model"),
     "internal": Kind(500, code_pb2.INTERNAL, "An error of ours"),
 }
 
@@ -69,7 +67,6 @@ MEANINGS: tuple[tuple[type[LivebedError], str], ...] = (
     (LogError, "log_unavailable"),
     (StoreUnavailable, "not_ready"),
     (SchemaMismatch, "not_ready"),
-    (UnsupportedByEventEngine, "unsupported_model"),
 )
 
 

@@ -3,23 +3,24 @@
 Legend: B candidates, N ids, C id columns, F id features, A features, D row width.
 """
 
+import importlib
 import time
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from trainer.scorer import Scorer
 
 from service.errors import ServiceError
 from trainer.entities import RecordLayout
-from trainer.errors import UnsupportedByEventEngine
+from trainer.errors import SettingsError, StoreUnavailable, UnsupportedByEventEngine
 from trainer.events import Features, Inputs, derive, merge_context
 from trainer.hashing import MISSING_ID
 from trainer.live import LEARNED, Reader, StoreState
 from trainer.probe import EMPTY
 from trainer.publish import entity_section, row_section
 from trainer.schema import Schema, Table
-from trainer.settings import Settings
+from trainer.scorer import Scorer
+from trainer.settings import ModelSettings, Settings
 
 Float32s = npt.NDArray[np.float32]
 UInt8s = npt.NDArray[np.uint8]
@@ -88,16 +89,13 @@ class LiveModel:
         self._scorer: Scorer | None = None
         self._unknown_names: dict[bytes, list[str]] = {}
 
-    @property
-    def scores(self) -> bool:
-        """Whether the event engine's forward pass serves the configured family."""
-        return self.settings.model.family == "ctr"
+    def prepare(self) -> None:
+        """Take up what scores the configured family; for one that needs torch some seconds. Raises SettingsError."""
+        self._scorer = build_scorer(self.schema, self.settings.model, self._reader)
 
     def attach(self) -> None:
         """Map the store if it is there now. Raises StoreUnavailable or SchemaMismatch: try again later."""
         self._reader.attach(0)
-        if self.scores:
-            self._scorer = Scorer(self.schema, self.settings.model, self._reader)
 
     def stamp(self) -> Stamp:
         """The version that an answer made now comes from."""
@@ -129,8 +127,7 @@ class LiveModel:
         """Probabilities of candidates; nothing is learned or created."""
         self._ready()
         if self._scorer is None:
-            family = self.settings.model.family
-            raise UnsupportedByEventEngine(f"model.family {family!r} cannot be scored by this service yet; ctr can")
+            raise StoreUnavailable("the model is still being loaded")
         stamp, began_s = self._stamp(), time.perf_counter()
         features = self.features(candidates)
         gathered_s = time.perf_counter()
@@ -154,8 +151,6 @@ class LiveModel:
     def canary(self) -> str:
         """Look up and score what every model has: a row of missing values. Raises what a request would meet."""
         rows = self.lookup(self.schema.tables[0], np.array([MISSING_ID]))
-        if not self.scores:
-            return f"version {rows.stamp.version}, lookups only"
         score = float(self.score(Candidates(Inputs(1, {}), None, 0)).probabilities_B[0])
         if not 0.0 <= score <= 1.0:  # false for NaN too
             raise ServiceError("not_ready", f"the model scores a row of missing values as {score}")
@@ -193,3 +188,21 @@ class LiveModel:
             names = [f.name for f, bit in zip(self.schema.id_features, bits_F.tolist(), strict=True) if bit]
             self._unknown_names[packed] = names
         return names
+
+
+def build_scorer(schema: Schema, model: ModelSettings, reader: Reader) -> Scorer:
+    """The event engine's forward pass where its kernels know the family, else torch's, which is imported only then.
+
+    Raises:
+        SettingsError: the family needs torch, and there is none.
+    """
+    try:
+        return Scorer(schema, model, reader)
+    except UnsupportedByEventEngine:
+        try:
+            torch_scorer = importlib.import_module("service.torch_scorer")
+        except ImportError as error:
+            wanted = f"ctr, or an installation of torch that works ({error})"
+            raise SettingsError("model.family", got=model.family, wanted=wanted) from error
+        scorer: Scorer = torch_scorer.TorchScorer(schema, model, reader)
+        return scorer

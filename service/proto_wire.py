@@ -49,8 +49,8 @@ class Messages:
         count = request.columns.count
         if count > self.limits.candidates:
             raise too_many("candidates", count, self.limits.candidates)
-        shared: dict[str, Any] = {"context": _row(request.context) if request.HasField("context") else None, "candidates": []}
-        rest = self.requests.convert(shared | {"time_ms": request.time_ms or None})
+        context = _row(request.context) if request.HasField("context") else None
+        rest = self.requests.convert({"context": context, "candidates": [], "time_ms": request.time_ms or None})
         inputs = self._inputs(count, request.columns.columns)
         return self.requests.checked(Candidates(inputs, rest.context, rest.time_ms))
 

@@ -15,260 +15,60 @@ Legend: B rows, C id columns, F id features, M float columns, P hashed pairs, D 
 """
 # ruff: noqa: PLR0917 -- kernels take arrays one by one: numba unpacks no objects.
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from numba.core import types
 from numba.experimental import structref
 
-from trainer.dense import BIAS, BIAS_ACCUMULATOR, COUNT, POSITIVES, LearnerState
+from trainer.dense import LearnerState
+from trainer.event_kernels import (
+    Batch,
+    Memory,
+    Plan,
+    Rules,
+    Scratch,
+    apply_pool,
+    ask_for_rows,
+    base_logit,
+    gather,
+    learn_ids,
+    learn_offset,
+    pair_index,
+)
 from trainer.events import Features
 from trainer.forward import Net, build_net, net_backward, net_logit, sigmoid
-from trainer.gradient_pool import (
-    ENTRIES,
-    TOUCHED,
-    Pool,
-    empty_entries,
-    empty_touched,
-    entry_of,
-    make_pool,
-    mark_touched,
-)
+from trainer.gradient_pool import TOUCHED, Pool, empty_touched, make_pool
 from trainer.kernel import kernel
-from trainer.live_atomics import address_of, prefetch
-from trainer.optim import ACCUMULATE, ADAGRAD, SGD, dense_step, ftrl_step, ftrl_weight, kernel_hot, row_step
+from trainer.optim import ACCUMULATE, ADAGRAD, SGD, dense_step
 from trainer.schema import Schema
 from trainer.settings import ModelSettings, Settings
 from trainer.tables import Tables
 
+__all__ = [
+    "Batch",
+    "EventEngine",
+    "Memory",
+    "Plan",
+    "Rules",
+    "apply_pool",
+    "base_logit",
+    "build_plan",
+    "build_rules",
+    "gather",
+    "learn_ids",
+    "learn_offset",
+    "pair_index",
+    "plain",
+    "warm",
+]
+
 Float32s = npt.NDArray[np.float32]
-Float64s = npt.NDArray[np.float64]
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
 
 ZERO, ONE = np.float32(0), np.float32(1)
-PAIR_A, PAIR_B = np.uint64(0x9FB21C651E98DF25), np.uint64(0xD6E8FEB86659FD93)
-
-
-class Plan(NamedTuple):
-    """Where each feature's ids lie in the columns, its rows in the tables and its pooled row in x."""
-
-    column_F: Int64s
-    list_F: Int64s
-    mean_F: Int64s
-    width_F: Int64s
-    x_F: Int64s
-    shift_F: Int64s  # the row of global slot g starts at g * width + shift
-    alone_F: Int64s  # 1: no other id of an event can have this feature's slot
-    lr_F: Float32s
-    eps_F: Float32s
-    float_x_M: Int64s
-    pairs_P2: Int64s
-    wide: int
-    deep: int  # 0: nothing reads x
-
-
-class Rules(NamedTuple):
-    """Optimizer settings: of the dense weights, of the wide ones, of the bias."""
-
-    dense: int
-    lr: np.float32
-    eps: np.float32
-    alpha: np.float32
-    beta: np.float32
-    l1: np.float32
-    l2: np.float32
-    bias_lr: float
-
-
-class Memory(NamedTuple):
-    """All that is learned; changed in place. See `tables.Tables` and `dense.LearnerState`."""
-
-    weights: Float32s
-    accumulators: Float32s
-    wide_z: Float32s
-    wide_n: Float32s
-    params: Float32s
-    params_accumulators: Float32s
-    offset: Float64s
-    pair_z: Float32s
-    pair_n: Float32s
-
-
-class Scratch(NamedTuple):
-    """Activations of one event and their gradients, see `forward.py`."""
-
-    act: Float32s
-    back: Float32s
-
-
-class Batch(NamedTuple):
-    """One call's rows."""
-
-    slots_BC: Int64s
-    ids_BC: Int64s
-    lengths_BF: Int32s
-    floats_BM: Float32s
-    labels_B: Float32s
-    logits_B: Float32s
-
-
-@kernel_hot
-def pair_index(a: int, b: int, pair: int, num_slots: int) -> np.int64:
-    """Slot of hashed pair number `pair` with ids a and b, of num_slots = 2^k.
-
-    h = a * A + b * B + pair; h = (h ^ h >> 32) * A; h = (h ^ h >> 29) * B; bits 32.. of h. All modulo 2^64.
-    """
-    h = np.uint64(a) * PAIR_A + np.uint64(b) * PAIR_B + np.uint64(pair)
-    h = (h ^ (h >> np.uint64(32))) * PAIR_A
-    h = (h ^ (h >> np.uint64(29))) * PAIR_B
-    return np.int64((h >> np.uint64(32)) & np.uint64(num_slots - 1))
-
-
-@kernel_hot
-def base_logit(offset: Float64s) -> np.float32:
-    """Same as `dense.offset_logit`."""
-    odds = (offset[POSITIVES] + 1.0) / (offset[COUNT] - offset[POSITIVES] + 1.0)
-    return np.float32(np.log(odds) + offset[BIAS])
-
-
-@kernel_hot
-def wide_of(z: Float32s, n: Float32s, slot: int | np.int64, rules: Rules) -> np.float32:
-    """Wide weight at a slot."""
-    return ftrl_weight(z[slot], n[slot], rules.alpha, rules.beta, rules.l1, rules.l2)
-
-
-@kernel_hot
-def pair_of(batch: Batch, b: int, plan: Plan, memory: Memory, p: int) -> np.int64:
-    """Slot of one event's p-th pair."""
-    first, second = batch.ids_BC[b, plan.pairs_P2[p, 0]], batch.ids_BC[b, plan.pairs_P2[p, 1]]
-    return pair_index(first, second, p, memory.pair_z.shape[0])
-
-
-@kernel_hot
-def length_of(batch: Batch, b: int, plan: Plan, f: int) -> np.int64:
-    """Number of ids of a feature: 1 unless it is a list."""
-    return np.int64(batch.lengths_BF[b, f]) if plan.list_F[f] else np.int64(1)
-
-
-@kernel_hot
-def gather(batch: Batch, b: int, plan: Plan, rules: Rules, memory: Memory, act: Float32s) -> np.float32:
-    """Fill x from the tables and the floats; returns the sum of the wide weights. Slots of -1 count as zeros."""
-    wide = ZERO
-    for f in range(plan.column_F.shape[0]):
-        first, width, at = plan.column_F[f], plan.width_F[f], plan.x_F[f]
-        length = length_of(batch, b, plan, f)
-        pooled = act[at : at + width]
-        pooled[:] = ZERO
-        for c in range(first, first + length):
-            slot = batch.slots_BC[b, c]
-            if slot < 0:
-                continue
-            if plan.deep:
-                start = slot * width + plan.shift_F[f]
-                row = memory.weights[start : start + width]
-                for k in range(width):
-                    pooled[k] += row[k]
-            if plan.wide:
-                wide += wide_of(memory.wide_z, memory.wide_n, slot, rules)
-        if plan.mean_F[f] and length > 1:
-            scale = ONE / np.float32(length)
-            for k in range(width):
-                pooled[k] *= scale
-    for m in range(plan.float_x_M.shape[0]):
-        act[plan.float_x_M[m]] = batch.floats_BM[b, m]
-    for p in range(plan.pairs_P2.shape[0]):
-        wide += wide_of(memory.pair_z, memory.pair_n, pair_of(batch, b, plan, memory, p), rules)
-    return wide
-
-
-@kernel_hot
-def learn_slot(
-    slot: int, f: int, gradient_D: Float32s, g: np.float32, plan: Plan, rules: Rules, memory: Memory
-) -> None:
-    """One update of a row and of its wide weight (whose gradient is g)."""
-    if plan.deep:
-        start = slot * plan.width_F[f] + plan.shift_F[f]
-        row = memory.weights[start : start + plan.width_F[f]]
-        row_step(row, memory.accumulators, slot, gradient_D, plan.lr_F[f], plan.eps_F[f])
-    if plan.wide:
-        weight = wide_of(memory.wide_z, memory.wide_n, slot, rules)
-        ftrl_step(memory.wide_z, memory.wide_n, slot, weight, g, rules.alpha)
-
-
-@kernel_hot
-def learn_ids(
-    batch: Batch,
-    b: int,
-    plan: Plan,
-    rules: Rules,
-    memory: Memory,
-    dx: Float32s,
-    g: np.float32,
-    pool: Pool,
-    at_once: bool,
-) -> None:
-    """Update one event's rows; those whose slot may come again before the pool is applied only collect gradients."""
-    for f in range(plan.column_F.shape[0]):
-        first, width, at = plan.column_F[f], plan.width_F[f], plan.x_F[f]
-        length = length_of(batch, b, plan, f)
-        scale = ONE / np.float32(length) if plan.mean_F[f] and length > 1 else ONE
-        gradient_D = dx[at : at + width]
-        for c in range(first, first + length):
-            slot = batch.slots_BC[b, c]
-            if slot < 0:
-                continue
-            if at_once and plan.alone_F[f]:
-                learn_slot(slot, f, gradient_D, g, plan, rules, memory)
-                continue
-            entry = entry_of(pool, slot, f, width)
-            pool.wide_E[entry] += g
-            sum_D = pool.row_ED[entry]
-            for k in range(width):
-                sum_D[k] += scale * gradient_D[k]
-    for p in range(plan.pairs_P2.shape[0]):  # two pairs of one event may share a slot
-        key = memory.accumulators.shape[0] + pair_of(batch, b, plan, memory, p)
-        pool.wide_E[entry_of(pool, key, 0, 0)] += g
-
-
-@kernel_hot
-def apply_pool(pool: Pool, plan: Plan, rules: Rules, memory: Memory) -> None:
-    """Apply the collected gradients, one update a slot, and empty the pool."""
-    num_slots = memory.accumulators.shape[0]
-    for entry in range(pool.count[ENTRIES]):
-        key, g, f = pool.key_E[entry], pool.wide_E[entry], pool.feature_E[entry]
-        if key < num_slots:
-            learn_slot(key, f, pool.row_ED[entry, : plan.width_F[f]], g, plan, rules, memory)
-        else:
-            slot = key - num_slots
-            weight = wide_of(memory.pair_z, memory.pair_n, slot, rules)
-            ftrl_step(memory.pair_z, memory.pair_n, slot, weight, g, rules.alpha)
-            mark_touched(pool, slot)
-    empty_entries(pool)
-
-
-@kernel_hot
-def learn_offset(offset: Float64s, positives: float, count: float, g: float, lr: float) -> None:
-    """Move the running label counts and, by Adagrad, the bias; g is the summed gradient."""
-    offset[POSITIVES] += positives
-    offset[COUNT] += count
-    offset[BIAS_ACCUMULATOR] += g * g
-    offset[BIAS] -= lr * g / np.sqrt(offset[BIAS_ACCUMULATOR])
-
-
-@kernel_hot
-def ask_for_rows(batch: Batch, b: int, plan: Plan, memory: Memory) -> None:
-    """Start fetching the rows of an event that comes soon: they lie anywhere in memory."""
-    for f in range(plan.column_F.shape[0]):
-        first = plan.column_F[f]
-        for c in range(first, first + length_of(batch, b, plan, f)):
-            slot = batch.slots_BC[b, c]
-            if slot >= 0:
-                prefetch(address_of(memory.weights) + 4 * (slot * plan.width_F[f] + plan.shift_F[f]))
-                prefetch(address_of(memory.accumulators) + 4 * slot)
-                prefetch(address_of(memory.wide_z) + 4 * slot)
-                prefetch(address_of(memory.wide_n) + 4 * slot)
 
 
 @structref.register
@@ -390,9 +190,10 @@ class EventEngine:
         """
         if micro_batch < 1:
             raise ValueError(f"micro_batch: got {micro_batch}, wanted at least 1")
-        if micro_batch > self._micro_batch or len(labels_B) > self._batch_size:
-            self._reserve(micro_batch=micro_batch, batch_size=len(labels_B))
-        return self._run(slots_BC, features, labels_B, micro_batch)
+        group = max(1, min(micro_batch, len(labels_B)))
+        if group > self._micro_batch or len(labels_B) > self._batch_size:
+            self._reserve(micro_batch=group, batch_size=len(labels_B))
+        return self._run(slots_BC, features, labels_B, group)
 
     def predict(self, slots_BC: Int64s, features: Features) -> Float32s:
         """Logits of B rows; changes nothing."""

@@ -38,8 +38,8 @@ class Rejection:
 class InputColumn:
     """One input of B events; values only for those that give it, end to end.
 
-    `given_B` bool, or None when all give it; `ids` for ids (int64, hashed) with `lengths` (int32, one for each event that gives it) when
-    the input is a list; `numbers` (float64; a vector's lie end to end) otherwise.
+    `given_B` bool, or None when all give it; `ids` for ids (int64, hashed) with `lengths` (int32, one for each event
+    that gives it) when the input is a list; `numbers` (float64; a vector's lie end to end) otherwise.
     """
 
     given_B: npt.NDArray[np.bool_] | None = None
@@ -265,7 +265,7 @@ def merge_context(schema: Schema, features: Features, context: Features) -> None
 
 
 @kernel
-def _merge_context(
+def _merge_context(  # noqa: PLR0917 -- kernels take arrays one by one: numba unpacks no objects
     ids_BC: Int64s,
     lengths_BF: npt.NDArray[np.int32],
     floats_BM: Floats,

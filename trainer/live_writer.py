@@ -43,7 +43,7 @@ class Writer:
 
     @classmethod
     def create(cls, directory: Path | str, layout: Layout, *, shard: int = 0, after_version: int = 0) -> Self:
-        """A new generation, empty and not yet visible, above `after_version` and every one in the directory.
+        """A new generation, empty and not yet visible, above `after_version` and every one of this shard so far.
 
         Raises StoreUnavailable if a live process writes this shard, or if the directory has no room for the file.
         """
@@ -53,7 +53,8 @@ class Writer:
         directory.mkdir(parents=True, exist_ok=True)
         lock = _lock(directory / f"shard-{shard}.lock")
         try:
-            generation = 1 + max(_newest_generation(directory), after_version >> at.COMMIT_BITS)
+            newest = _newest_generation(directory, shard, layout.num_shards)
+            generation = 1 + max(newest, after_version >> at.COMMIT_BITS)
             return cls(directory, layout, shard=shard, lock=lock, generation=generation)
         except BaseException:
             os.close(lock)
@@ -238,11 +239,13 @@ def _locked(path: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _newest_generation(directory: Path) -> int:
-    newest = max((at.generation_of(path.name) for path in directory.iterdir()), default=0)
+def _newest_generation(directory: Path, shard: int, num_shards: int) -> int:
+    """Newest generation among the files that a new one of this shard will replace; each shard counts for itself."""
+    names: list[str | None] = [path.name for path in directory.iterdir()]
     with contextlib.suppress(StoreUnavailable):
-        newest = max(newest, Manifest.read(directory).generation)
-    return newest
+        names += Manifest.read(directory).files
+    new = at.file_name(shard, num_shards, 0)
+    return max((at.generation_of(name) for name in names if name and at.replaced_by(name, new)), default=0)
 
 
 def _mark_superseded(path: Path) -> None:

@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from trainer.dense import DenseLayout
-from trainer.engine_event import pair_index, plain
+from trainer.engine_event import plain
+from trainer.event_kernels import pair_index
 from trainer.events import Features
 from trainer.forward import Net, build_net, net_logit, sigmoid
 from trainer.live import Layout, Reader, Section, Writer

@@ -167,7 +167,7 @@ class Tables:
     def assign(self, features: HasIds, examples_B: npt.NDArray[np.bool_] | None, now_s: int) -> Assignment:
         """Give every id of a batch a slot, making room where needed; rows that are not examples are skipped.
 
-        Cost: about 40-100 ns an id at a million slots, and one row more for each new id.
+        Cost at a million slots of 16 floats: 60 ns an id held, 130 a new one, 280 one that evicts.
         """
         ids_BC = features.ids_BC
         B, C = ids_BC.shape

@@ -70,14 +70,14 @@ class Load(threading.Thread):
             self.error = error
 
 
-def probe(stack: Stack, num_probes: int) -> list[float]:
-    """Seconds from sending an event until a score asked for on another connection has moved."""
+def probe(stack: Stack, num_probes: int, name: str) -> list[float]:
+    """Seconds from sending an event of ids never seen until a score on another connection uses their rows."""
     writer, reader = stack.connection(), stack.connection()
     seconds = []
     for k in range(num_probes):
-        row = {"user_id": f"probe-{k}", "video_id": f"probe-{k}", "duration_ms": 1000}
+        row = {"user_id": f"{name}-{k}", "video_id": f"{name}-{k}", "duration_ms": 1000}
         question = json.dumps({"rows": [row], "time_ms": 1}).encode()
-        # Only the probe's own rows tell this score from before: dense weights move all the time under load.
+        # Dense weights move all the time under load; that its own rows are used is what only this event can cause.
         known = post(reader, "/v1/score", question)["unknown"]
         answer = json.dumps([{"features": row, "label": k % 2, "time_ms": 1}]).encode()
         started = time.perf_counter()
@@ -97,10 +97,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="livebed-") as directory, Stack(Path(directory)) as stack:
         load = Load(stack, raw_rows())
         load.start()
-        probe(stack, 20)  # warm connections and caches
+        probe(stack, 20, "warm")  # warm connections and caches
         before = board.read(stack.settings.metrics_path)
         started, sent = time.perf_counter(), load.num_sent
-        outside = percentiles_ms(probe(stack, num_probes))
+        outside = percentiles_ms(probe(stack, num_probes, "probe"))
         rate = (load.num_sent - sent) / (time.perf_counter() - started)
         load.stopped.set()
         load.join()

@@ -1,4 +1,4 @@
-"""One running system that most contract tests share: broker, trainer, worker, and a model that has learned something."""
+"""One running system that most contract tests share: broker, trainer, worker, a model that has learned something."""
 
 import uuid
 from collections.abc import Iterator

@@ -16,7 +16,12 @@ from trainer.event_pb2 import InputColumn
 TIME_MS = 1_700_000_000_000
 CONTEXT = {"user_id": "u3", "previous": ["i1", "i2"]}
 CANDIDATES: list[dict[str, Any]] = [
-    {"item_id": f"i{k % 12}", "price": k * 0.37, "content": [k, 0.5, -k], **({"user_id": f"u{k}"} if k % 4 == 0 else {})}
+    {
+        "item_id": f"i{k % 12}",
+        "price": k * 0.37,
+        "content": [k, 0.5, -k],
+        **({"user_id": f"u{k}"} if k % 4 == 0 else {}),
+    }
     for k in range(100)
 ]
 REQUEST = {"context": CONTEXT, "candidates": CANDIDATES, "time_ms": TIME_MS}
@@ -92,7 +97,11 @@ def test_an_integer_and_its_decimal_text_are_one_id(system: RunningWorker) -> No
 
 
 def test_unknown_ids_score_and_are_named_by_candidate_and_feature(system: RunningWorker) -> None:
-    rows = [{"user_id": "u1", "item_id": "i1"}, {"user_id": "nobody", "item_id": "i1", "previous": ["i1", "nothing"]}, {}]
+    rows = [
+        {"user_id": "u1", "item_id": "i1"},
+        {"user_id": "nobody", "item_id": "i1", "previous": ["i1", "nothing"]},
+        {},
+    ]
     answer = system.http.post("/v1/score", json={"rows": rows, "time_ms": 3_600_000}).json()
     assert answer["unknown"] == [{"index": 1, "features": ["user_id", "previous"]}]
     assert system.sdk.score(rows, time_ms=3_600_000).unknown == {1: ["user_id", "previous"]}

@@ -113,16 +113,18 @@ def test_a_store_of_another_schema_is_not_read(tmp_path: Path, broker: Broker) -
         assert worker.http.get("/readyz").status_code == 503
 
 
-def test_a_family_that_is_not_scored_here_is_refused_by_its_name(tmp_path: Path, broker: Broker) -> None:
-    settings = settings_in(tmp_path, broker.url)
-    other = settings.model_copy(update={"model": settings.model.model_copy(update={"family": "dlrm"})})
-    with RunningWorker(other) as worker:
-        worker.worker.parts.model._reader._schema_hash = None  # a store of that family needs the torchrec engine
-        with RunningTrainer(settings):
-            worker.wait_ready()
-            reply = worker.http.post("/v1/score", json={"candidates": [{}]})
-            assert (reply.status_code, reply.json()["code"]) == (501, "unsupported_model")
-            assert "'dlrm'" in reply.json()["detail"]
+def test_a_family_that_needs_torch_is_served_too(tmp_path: Path, broker: Broker) -> None:
+    same_width: dict[str, object] = {f"tables.{name}.width": 8 for name in ("user", "item", "hour")}
+    settings = settings_in(tmp_path, broker.url, **{"model.family": "dlrm", **same_width})
+    with RunningTrainer(settings), RunningWorker(settings) as worker:
+        worker.wait_ready()
+        worker.sdk.publish([EVENT] * 10)
+        wait_until(lambda: worker.sdk.lookup("user", ["u1"]).status == ["learned"])
+        rows = [{"user_id": "u1"}, {"user_id": "u2"}]
+        rpc = worker.sdk.score(rows, time_ms=1)
+        assert rpc.scores.tolist() == worker.http.post("/v1/score", json={"rows": rows, "time_ms": 1}).json()["scores"]
+        assert rpc.scores[0] > rpc.scores[1]
+        assert rpc.unknown == {0: ["hour"], 1: ["user_id", "hour"]}  # no event has said when it happened
 
 
 def test_the_admin_listener_has_metrics_and_health_and_nothing_else(system: RunningWorker) -> None:

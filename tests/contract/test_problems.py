@@ -32,39 +32,40 @@ def problem(reply: httpx.Response) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("method", "path", "body", "content_type", "status", "code"),
+    ("call", "body", "content_type", "expected"),
     [
-        ("POST", "/v1/score", b"{", JSON, 400, "malformed"),
-        ("POST", "/v1/score", b'{"candidates": [{"price": NaN}]}', JSON, 400, "malformed"),
-        ("POST", "/v1/rank", b"", JSON, 400, "malformed"),
-        ("POST", "/v1/events", b"{", JSON, 400, "malformed"),
-        ("POST", "/v1/events", b'[{"label": 1, "features": {"price": Infinity}}]', JSON, 400, "malformed"),
-        ("POST", "/v1/score", b'{"candidates": [{"colour": 1}]}', JSON, 422, "unknown_feature"),
-        ("POST", "/v1/events", b'[{"label": 1, "features": {"colour": 1}}]', JSON, 422, "unknown_feature"),
-        ("POST", "/v1/score", b'{"candidates": [{"content": [1, 2]}]}', JSON, 422, "invalid"),
-        ("POST", LOOKUP, b'{"ids": [1.5]}', JSON, 422, "invalid"),
-        ("POST", "/v1/tables/nothing/embeddings:lookup", b'{"ids": []}', JSON, 404, "unknown_table"),
-        ("POST", "/v1/score", b"[" + b"[" * 100_000, JSON, 422, "invalid"),
-        ("POST", "/v1/score", b'{"candidates": [' + b"{}," * 1024 + b"{}]}", JSON, 413, "too_many"),
-        ("POST", LOOKUP, b'{"ids": [' + b"1," * 4096 + b"1]}", JSON, 413, "too_many"),
-        ("POST", "/v1/events", b"[" + b'{"label": 1},' * 512 + b'{"label": 1}]', JSON, 413, "too_many"),
-        ("POST", "/v1/rank", b'{"candidates": [], "top_k": 1001}', JSON, 413, "too_many"),
-        ("POST", "/v1/rank", b'{"candidates": [], "top_k": 0}', JSON, 422, "invalid"),
-        ("POST", "/v1/score", b"<x/>", "application/xml", 415, "unsupported_media_type"),
-        ("POST", "/v1/score", b"{}", "application/x-www-form-urlencoded", 415, "unsupported_media_type"),
-        ("GET", "/nowhere", None, None, 404, "not_found"),
-        ("GET", "/docs", None, None, 404, "not_found"),
-        ("GET", "/v1/info/", None, None, 404, "not_found"),
-        ("GET", "/v1/score", None, None, 405, "method_not_allowed"),
-        ("DELETE", "/v1/tables", None, None, 405, "method_not_allowed"),
+        ("POST /v1/score", b"{", JSON, (400, "malformed")),
+        ("POST /v1/score", b'{"candidates": [{"price": NaN}]}', JSON, (400, "malformed")),
+        ("POST /v1/rank", b"", JSON, (400, "malformed")),
+        ("POST /v1/events", b"{", JSON, (400, "malformed")),
+        ("POST /v1/events", b'[{"label": 1, "features": {"price": Infinity}}]', JSON, (400, "malformed")),
+        ("POST /v1/score", b'{"candidates": [{"colour": 1}]}', JSON, (422, "unknown_feature")),
+        ("POST /v1/events", b'[{"label": 1, "features": {"colour": 1}}]', JSON, (422, "unknown_feature")),
+        ("POST /v1/score", b'{"candidates": [{"content": [1, 2]}]}', JSON, (422, "invalid")),
+        (f"POST {LOOKUP}", b'{"ids": [1.5]}', JSON, (422, "invalid")),
+        ("POST /v1/tables/nothing/embeddings:lookup", b'{"ids": []}', JSON, (404, "unknown_table")),
+        ("POST /v1/score", b"[" + b"[" * 100_000, JSON, (422, "invalid")),
+        ("POST /v1/score", b'{"candidates": [' + b"{}," * 1024 + b"{}]}", JSON, (413, "too_many")),
+        (f"POST {LOOKUP}", b'{"ids": [' + b"1," * 4096 + b"1]}", JSON, (413, "too_many")),
+        ("POST /v1/events", b"[" + b'{"label": 1},' * 512 + b'{"label": 1}]', JSON, (413, "too_many")),
+        ("POST /v1/rank", b'{"candidates": [], "top_k": 1001}', JSON, (413, "too_many")),
+        ("POST /v1/rank", b'{"candidates": [], "top_k": 0}', JSON, (422, "invalid")),
+        ("POST /v1/score", b"<x/>", "application/xml", (415, "unsupported_media_type")),
+        ("POST /v1/score", b"{}", "application/x-www-form-urlencoded", (415, "unsupported_media_type")),
+        ("GET /nowhere", None, None, (404, "not_found")),
+        ("GET /docs", None, None, (404, "not_found")),
+        ("GET /v1/info/", None, None, (404, "not_found")),
+        ("GET /v1/score", None, None, (405, "method_not_allowed")),
+        ("DELETE /v1/tables", None, None, (405, "method_not_allowed")),
     ],
 )
 def test_an_error_over_http_is_a_problem(
-    system: RunningWorker, method: str, path: str, body: bytes, content_type: str, status: int, code: str
+    system: RunningWorker, call: str, body: bytes | None, content_type: str | None, expected: tuple[int, str]
 ) -> None:
+    method, path = call.split()
     headers = {"content-type": content_type} if content_type else {}
     reply = system.http.request(method, path, content=body, headers=headers)
-    assert (reply.status_code, problem(reply)["code"]) == (status, code)
+    assert (reply.status_code, problem(reply)["code"]) == expected
 
 
 def test_an_unknown_feature_of_an_event_is_named_at_its_place(system: RunningWorker) -> None:

@@ -84,7 +84,13 @@ def test_a_bad_event_is_refused_alone(system: RunningWorker) -> None:
 
 
 def test_an_event_id_given_twice_in_a_request_is_a_duplicate(system: RunningWorker) -> None:
-    events = [{**EVENT, "event_id": "a", "time_ms": 1}, {**EVENT, "event_id": "a"}, EVENT, EVENT, {**EVENT, "event_id": "b"}]
+    events = [
+        {**EVENT, "event_id": "a", "time_ms": 1},
+        {**EVENT, "event_id": "a"},
+        EVENT,
+        EVENT,
+        {**EVENT, "event_id": "b"},
+    ]
     answer = publish(system, events)
     assert (answer["accepted"], answer["duplicates"]) == (4, 1)
     assert in_the_log(system, answer["stream_id"]).event_time_ms_B.tolist() == [1, 5, 5, 5]

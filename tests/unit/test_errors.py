@@ -12,7 +12,6 @@ from trainer.errors import (
     LogUnavailable,
     SchemaMismatch,
     StoreUnavailable,
-    UnsupportedByEventEngine,
 )
 
 
@@ -57,7 +56,6 @@ def test_an_exceeded_limit_is_named_with_its_value() -> None:
         (LogOverloaded("x"), "overloaded"),
         (StoreUnavailable("x"), "not_ready"),
         (SchemaMismatch("x"), "not_ready"),
-        (UnsupportedByEventEngine("x"), "unsupported_model"),
         (TimeoutError(), "deadline_exceeded"),
     ],
 )

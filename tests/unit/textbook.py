@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from trainer import model as models
 from trainer.dense import BIAS, BIAS_ACCUMULATOR, COUNT, POSITIVES, LearnerState
-from trainer.engine_event import EventEngine, pair_index
+from trainer.engine_event import EventEngine
+from trainer.event_kernels import pair_index
 from trainer.events import Features
 from trainer.schema import Schema
 from trainer.settings import Settings
