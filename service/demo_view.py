@@ -144,10 +144,10 @@ Still serving. Try, in another terminal (Ctrl-C here ends everything):
   # the embeddings of two videos
   {curl}/v1/tables/video/embeddings:lookup {json_header} -d '{{"ids": [3431182, 526117]}}'
 
-  # the model, its tables, and the page of the HTTP API
+  # the model, its tables, and the HTTP API in full
   {curl}/v1/model
   {curl}/v1/tables
-  {http_url}/docs
+  {curl}/openapi.json
 
   # the same score over gRPC (reflection is on)
   grpcurl -plaintext -d '{{"context": {{"values": {{"user_id": {{"integer": 4854}}}}}},

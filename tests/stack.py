@@ -1,4 +1,4 @@
-"""The whole system as a user starts it: `livebed up` in a process of its own, on free ports, in a directory of its own."""
+"""The whole system as a user starts it: `livebed up` in its own process and directory, on free ports."""
 
 import http.client
 import json
@@ -84,7 +84,8 @@ class Stack:
         """Whether the service answers that it is ready."""
         assert self._process is not None
         if self._process.poll() is not None:
-            raise AssertionError(f"livebed up ended with {self._process.returncode}:\n{self.output.read_text()[-3000:]}")
+            said = self.output.read_text()[-3000:]
+            raise AssertionError(f"livebed up ended with {self._process.returncode}:\n{said}")
         try:
             return self.get("/readyz")[0] == 200
         except OSError:
@@ -106,9 +107,7 @@ class Stack:
         self, method: str, path: str, body: bytes | None = None, *, admin: bool = False, **headers: str
     ) -> tuple[int, Any]:
         """One request on a new connection: status, and the body as JSON if it is."""
-        connection = http.client.HTTPConnection(
-            "127.0.0.1", self.admin_port if admin else self.http_port, timeout=10
-        )
+        connection = http.client.HTTPConnection("127.0.0.1", self.admin_port if admin else self.http_port, timeout=10)
         try:
             named = {name.replace("_", "-"): value for name, value in headers.items()}
             connection.request(method, path, body, named)

@@ -32,7 +32,7 @@ Int64s = npt.NDArray[np.int64]
 class TorchrecEngine:
     """Learns in place on the memory of `tables` and `state`; one thread at a time.
 
-    A step costs about 1 ms, whatever its size, before it does anything: the larger the micro-batch, the cheaper an
+    A step costs about 2 ms, whatever its size, before it does anything: the larger the micro-batch, the cheaper an
     event, and the older the weights that predict it.
 
     Raises:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from trainer.dense import BIAS, BIAS_ACCUMULATOR, COUNT, POSITIVES
 from trainer.gradient_pool import ENTRIES, Pool, empty_entries, entry_of, mark_touched
 from trainer.live_atomics import address_of, prefetch
-from trainer.optim import ftrl_step, ftrl_weight, kernel_hot, row_step
+from trainer.optim import ftrl_step, ftrl_weight, kernel_hot, kernel_inner, row_step
 
 Float32s = npt.NDArray[np.float32]
 Float64s = npt.NDArray[np.float64]
@@ -108,26 +108,26 @@ def base_logit(offset: Float64s) -> np.float32:
     return np.float32(np.log(odds) + offset[BIAS])
 
 
-@kernel_hot
+@kernel_inner
 def wide_of(z: Float32s, n: Float32s, slot: int | np.int64, rules: Rules) -> np.float32:
     """Wide weight at a slot."""
     return ftrl_weight(z[slot], n[slot], rules.alpha, rules.beta, rules.l1, rules.l2)
 
 
-@kernel_hot
+@kernel_inner
 def pair_of(batch: Batch, b: int, plan: Plan, memory: Memory, p: int) -> np.int64:
     """Slot of one event's p-th pair."""
     first, second = batch.ids_BC[b, plan.pairs_P2[p, 0]], batch.ids_BC[b, plan.pairs_P2[p, 1]]
     return pair_index(first, second, p, memory.pair_z.shape[0])
 
 
-@kernel_hot
+@kernel_inner
 def length_of(batch: Batch, b: int, plan: Plan, f: int) -> np.int64:
     """Number of ids of a feature: 1 unless it is a list."""
     return np.int64(batch.lengths_BF[b, f]) if plan.list_F[f] else np.int64(1)
 
 
-@kernel_hot
+@kernel_inner
 def gather(batch: Batch, b: int, plan: Plan, rules: Rules, memory: Memory, act: Float32s) -> np.float32:
     """Fill x from the tables and the floats; returns the sum of the wide weights. Slots of -1 count as zeros."""
     wide = ZERO
@@ -158,7 +158,7 @@ def gather(batch: Batch, b: int, plan: Plan, rules: Rules, memory: Memory, act: 
     return wide
 
 
-@kernel_hot
+@kernel_inner
 def learn_slot(
     slot: int, f: int, gradient_D: Float32s, g: np.float32, plan: Plan, rules: Rules, memory: Memory
 ) -> None:
@@ -172,7 +172,7 @@ def learn_slot(
         ftrl_step(memory.wide_z, memory.wide_n, slot, weight, g, rules.alpha)
 
 
-@kernel_hot
+@kernel_inner
 def learn_ids(
     batch: Batch,
     b: int,
@@ -207,7 +207,7 @@ def learn_ids(
         pool.wide_E[entry_of(pool, key, 0, 0)] += g
 
 
-@kernel_hot
+@kernel_inner
 def apply_pool(pool: Pool, plan: Plan, rules: Rules, memory: Memory) -> None:
     """Apply the collected gradients, one update a slot, and empty the pool."""
     num_slots = memory.accumulators.shape[0]
@@ -232,7 +232,7 @@ def learn_offset(offset: Float64s, positives: float, count: float, g: float, lr:
     offset[BIAS] -= lr * g / np.sqrt(offset[BIAS_ACCUMULATOR])
 
 
-@kernel_hot
+@kernel_inner
 def ask_for_rows(batch: Batch, b: int, plan: Plan, memory: Memory) -> None:
     """Start fetching the rows of an event that comes soon: they lie anywhere in memory."""
     for f in range(plan.column_F.shape[0]):

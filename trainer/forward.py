@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from trainer.dense import DenseLayout
 from trainer.errors import UnsupportedByEventEngine
-from trainer.optim import dense_step, dense_step_through, kernel_hot
+from trainer.optim import dense_step, dense_step_through, kernel_hot, kernel_inner
 from trainer.schema import Schema
 from trainer.settings import ModelSettings
 
@@ -96,7 +96,7 @@ def dot(a: Float32s, b: Float32s) -> np.float32:
     return total
 
 
-@kernel_hot
+@kernel_inner
 def net_logit(net: Net, params: Float32s, act: Float32s) -> np.float32:
     """MLP, cross and FM on the x that lies in `act`; fills the rest of `act`."""
     logit = ZERO
@@ -109,7 +109,7 @@ def net_logit(net: Net, params: Float32s, act: Float32s) -> np.float32:
     return logit
 
 
-@kernel_hot
+@kernel_inner
 def _mlp_forward(net: Net, params: Float32s, act: Float32s) -> np.float32:
     num_layers = net.weight.shape[0]
     for i in range(num_layers):
@@ -124,7 +124,7 @@ def _mlp_forward(net: Net, params: Float32s, act: Float32s) -> np.float32:
     return dot(params[net.head : net.head + last.shape[0]], last)
 
 
-@kernel_hot
+@kernel_inner
 def _cross_forward(net: Net, params: Float32s, act: Float32s) -> np.float32:
     n, L, R = net.size[0], net.cross.shape[0], net.rank
     x = act[:n]
@@ -148,7 +148,7 @@ def _cross_forward(net: Net, params: Float32s, act: Float32s) -> np.float32:
     return dot(params[net.cross_head : net.cross_head + n], act[L * n : L * n + n])
 
 
-@kernel_hot
+@kernel_inner
 def _fm_forward(net: Net, act: Float32s) -> np.float32:
     total = act[net.fm_act : net.fm_act + net.fm_width]
     total[:] = ZERO
@@ -161,7 +161,7 @@ def _fm_forward(net: Net, act: Float32s) -> np.float32:
     return HALF * (dot(total, total) - squares)
 
 
-@kernel_hot
+@kernel_inner
 def net_backward(
     net: Net,
     params: Float32s,
@@ -186,7 +186,7 @@ def net_backward(
         _fm_backward(net, act, back, g)
 
 
-@kernel_hot
+@kernel_inner
 def _mlp_backward(
     net: Net,
     params: Float32s,
@@ -225,7 +225,7 @@ def _mlp_backward(
         dense_step(rule, params[at : at + width], state[at : at + width], ONE, dh, lr, eps)
 
 
-@kernel_hot
+@kernel_inner
 def _cross_backward(
     net: Net,
     params: Float32s,
@@ -263,7 +263,7 @@ def _cross_backward(
         dx[k] += dxl[k]
 
 
-@kernel_hot
+@kernel_inner
 def _fm_backward(net: Net, act: Float32s, back: Float32s, g: np.float32) -> None:
     total = act[net.fm_act : net.fm_act + net.fm_width]
     for f in range(net.fm_x.shape[0]):

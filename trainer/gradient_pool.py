@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from trainer.optim import kernel_hot
+from trainer.optim import kernel_hot, kernel_inner
 
 Float32s = npt.NDArray[np.float32]
 Int32s = npt.NDArray[np.int32]
@@ -53,7 +53,7 @@ def make_pool(*, entries: int, width: int, dense: int, touched_pairs: int, pair_
     )
 
 
-@kernel_hot
+@kernel_inner
 def entry_of(pool: Pool, key: int, feature: int, width: int) -> np.int64:
     """The entry of a key; new ones start with zero gradients (`width` floats of a row)."""
     mask = pool.cells_H.shape[0] - 1
@@ -75,7 +75,7 @@ def entry_of(pool: Pool, key: int, feature: int, width: int) -> np.int64:
     return entry
 
 
-@kernel_hot
+@kernel_inner
 def empty_entries(pool: Pool) -> None:
     """Forget all entries."""
     for entry in range(pool.count[ENTRIES]):
@@ -83,7 +83,7 @@ def empty_entries(pool: Pool) -> None:
     pool.count[ENTRIES] = 0
 
 
-@kernel_hot
+@kernel_inner
 def mark_touched(pool: Pool, pair_slot: int) -> None:
     """Put a hashed pair on the list of touched ones, once."""
     bit = np.uint64(1) << np.uint64(pair_slot & 63)

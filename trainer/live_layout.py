@@ -8,7 +8,6 @@ Header words are int64. Those that change lie on cache lines of their own, away 
 """
 
 import json
-import mmap
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -222,6 +221,6 @@ def check_array(name: str, array: Array, dtype: type, shape: tuple[int, ...]) ->
         raise ValueError(f"{name}: got {array.dtype} {array.shape}, wanted {wanted}")
 
 
-def views(memory: mmap.mmap) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+def views(memory: memoryview) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64], npt.NDArray[np.float32]]:
     """The same bytes as uint32, int64 and float32; read-only if the mapping is."""
     return np.frombuffer(memory, np.uint32), np.frombuffer(memory, np.int64), np.frombuffer(memory, np.float32)

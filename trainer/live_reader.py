@@ -1,7 +1,6 @@
 """The reader of a live store: read-only and lock-free, in any process, from generation to generation."""
 
 import contextlib
-import mmap
 import os
 import time
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from trainer import live_layout as at
 from trainer.errors import SchemaMismatch, StoreUnavailable
 from trainer.live_kernels import LEARNED
 from trainer.live_layout import Array, Layout, Manifest, Places, check_array, views
+from trainer.live_memory import map_file
 from trainer.probe import shard_of
 
 CHECK_S = 1.0  # between looks at the manifest: how long a reader may follow a store whose directory was removed
@@ -249,7 +249,7 @@ def _map_file(path: Path, layout: Layout, shard: int) -> ShardView:
         stat = os.fstat(file.fileno())
         if stat.st_size != places.num_bytes:
             raise StoreUnavailable(f"{path} has {stat.st_size} bytes, wanted {places.num_bytes}: restart the trainer")
-        memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        memory = map_file(file.fileno(), stat.st_size, writable=False)
     u32, i64, f32 = views(memory)
     at.check_header(path, i64, layout, shard)
     identity = (stat.st_dev, stat.st_ino)

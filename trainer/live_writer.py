@@ -2,7 +2,6 @@
 
 import contextlib
 import fcntl
-import mmap
 import os
 import threading
 import time
@@ -17,6 +16,7 @@ from trainer import live_kernels as kernels
 from trainer import live_layout as at
 from trainer.errors import StoreUnavailable
 from trainer.live_layout import Array, Layout, Manifest, Places, check_array, views
+from trainer.live_memory import map_file
 from trainer.probe import WINDOW
 
 
@@ -188,7 +188,7 @@ def _now_us() -> int:
     return time.time_ns() // 1000
 
 
-def _make_file(path: Path, num_bytes: int) -> mmap.mmap:
+def _make_file(path: Path, num_bytes: int) -> memoryview:
     """A new file of zeros, its space reserved: running out of memory later would kill the process (SIGBUS)."""
     room = os.statvfs(path.parent)
     free_bytes = room.f_bavail * room.f_frsize
@@ -197,7 +197,7 @@ def _make_file(path: Path, num_bytes: int) -> mmap.mmap:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         os.posix_fallocate(descriptor, 0, num_bytes)
-        return mmap.mmap(descriptor, num_bytes)
+        return map_file(descriptor, num_bytes, writable=True)
     except OSError as error:
         path.unlink()
         raise _no_room(path, num_bytes, free_bytes) from error

@@ -31,7 +31,16 @@ def kernel_hot(function: F) -> F:
     An array slice costs two atomic counts otherwise, and a tuple of arrays two for each: they were 60 % of the time of
     learning an event. Allocating inside (or `a[:] = b`, which may copy) is an error when it is compiled.
     """
-    options: dict[str, Any] = {"_nrt": False}  # an option that numba leaves out of its types
+    options: dict[str, Any] = {"_nrt": False, "no_cfunc_wrapper": True}  # options that numba leaves out of its types
+    return cast("F", njit(nogil=True, cache=True, error_model="numpy", fastmath=True, **options)(function))
+
+
+def kernel_inner(function: F) -> F:
+    """`kernel_hot` for functions of tuples of arrays that only other kernels call.
+
+    They get no entry from Python, which took half of the compiler's time: calling one from Python crashes the process.
+    """
+    options: dict[str, Any] = {"_nrt": False, "no_cfunc_wrapper": True, "no_cpython_wrapper": True}
     return cast("F", njit(nogil=True, cache=True, error_model="numpy", fastmath=True, **options)(function))
 
 

@@ -1,6 +1,5 @@
 """The KuaiRand log as every benchmark and peer sees it: the same rows, the same four columns, the same order."""
 
-from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet

@@ -1,7 +1,4 @@
-"""`make bench`: run every benchmark in turn, print the table of their goals, and put it into the README.
-
-
-"""
+"""`make bench`: run every benchmark in turn, print the table of their goals, and put it into the README."""
 
 import json
 import subprocess
@@ -35,8 +32,8 @@ def table(results: list[dict[str, Any]]) -> str:
             figure = f"{one['value']:.4g} {one['unit']}"
             lines.append(f"| `{result['bench']}` | {one['name']} | {figure} | {one['goal']} | {verdict} |")
     machine = results[0]["machine"]
-    where = f"Measured on {machine['cores']} cores ({machine['processor']}, {machine['system']}, Python {machine['python']})."
-    return "\n".join([*lines, "", where])
+    system = f"{machine['processor']}, {machine['system']}, Python {machine['python']}"
+    return "\n".join([*lines, "", f"Measured on {machine['cores']} cores ({system})."])
 
 
 def write(text: str) -> None:

@@ -1,15 +1,23 @@
 """The command line as a person or a script uses it."""
 
 import json
+import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
+import redis
+from google.protobuf import json_format
 
+from service.demo_view import examples
 from service.examples import KUAIRAND
+from service.scoring_service_pb2 import ScoreRequest
+from service.scoring_service_pb2_grpc import ScoringServiceStub
 from tests.system.running import Running, system, wait_until
 
 LIVEBED = Path(sys.executable).with_name("livebed")
@@ -139,6 +147,31 @@ def test_rejected_events_are_listed_with_their_line_and_the_exit_status_says_so(
     totals = as_json("send", "-", "--url", running.url, stdin=lines, wanted=1)
     assert totals["accepted"] == 1
     assert [one["index"] for one in totals["rejected"]] == [1]
+
+
+def test_every_example_that_the_demo_prints_works(running: Running) -> None:
+    running.post("/v1/events", [{"features": {"user_id": 4854, "video_id": 526117}, "label": 1}])
+    socket_path = running.run_dir / "valkey.sock"
+    text = examples(
+        http_url=running.url, grpc_port=running.grpc_port, broker_socket=socket_path, stream_key="livebed:events"
+    )
+    lines = text.split("ends everything):")[1].replace("\\\n", " ")
+    commands = [shlex.split(line) for line in re.split(r"\n(?=  \w|  #)", lines) if line.strip()[:1] not in {"", "#"}]
+    assert [words[0] for words in commands] == ["curl"] * 6 + ["grpcurl", "redis-cli"]
+    for words in commands[:6]:
+        url, body = next(word for word in words if word.startswith("http")), words[-1] if "-d" in words else None
+        status, answer = running.request(
+            "POST" if body else "GET", url.removeprefix(running.url), body and body.encode()
+        )
+        assert status in {200, 202}, (words, answer)
+    score = json_format.Parse(commands[6][commands[6].index("-d") + 1], ScoreRequest())
+    with grpc.insecure_channel(commands[6][-2]) as channel:
+        assert commands[6][-1] == "livebed.v1.ScoringService/Score"
+        assert len(ScoringServiceStub(channel).Score(score).scores) == 4
+    before = running.step()
+    with redis.Redis(unix_socket_path=commands[7][2]) as client:
+        client.execute_command(*commands[7][3:])
+    wait_until(lambda: running.step() > before, timeout_s=10.0, why="the entry is learned")
 
 
 def test_a_service_that_is_not_there_is_one_sentence() -> None:

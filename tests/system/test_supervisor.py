@@ -3,11 +3,15 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
 from tests.system.running import Running, alive, descendants, short_directory, system, wait_until
+from trainer.broker import Broker
 
 SCORE = {"rows": [{"user_id": 1, "video_id": 2}]}
 EVENT = [{"features": {"user_id": 1, "video_id": 1}, "label": 1}]
@@ -102,3 +106,49 @@ def test_children_die_with_a_killed_supervisor_and_the_next_start_goes_on_from_t
         with Running(running.directory) as again:
             wait_until(lambda: again.step() == 20, timeout_s=30.0, why="nothing is lost, nothing learned twice")
         assert not again.run_dir.exists()
+
+
+def test_trainer_and_service_run_apart_over_one_log_and_the_last_to_leave_cleans_up(broker: Broker) -> None:
+    with short_directory() as directory:
+        running = Running(directory, stream__url=broker.url, stream__key="test:apart")
+        with part(running, "train") as trainer, part(running, "serve") as service:
+            running.wait_until(lambda: answers(running), "the service")
+            running.learn(10)
+            assert stopped(trainer) == 0
+            assert running.post("/v1/score", SCORE)[0] == 200
+            assert (running.run_dir / "store").is_dir()
+            assert stopped(service) == 0
+        assert not running.run_dir.exists()
+
+
+def test_parts_that_run_apart_need_a_log_between_them() -> None:
+    with short_directory() as directory:
+        running = Running(directory)
+        with part(running, "train") as trainer:
+            assert trainer.wait(30) == 1
+        assert "LIVEBED_REDIS_URL" in running.log
+
+
+@contextmanager
+def part(running: Running, command: str) -> Iterator["subprocess.Popen[bytes]"]:
+    """`livebed train` or `livebed serve` with the settings of a system that is not started as a whole."""
+    words = [sys.executable, "-m", "service.cli", command, "-c", str(running.configuration)]
+    with running.output.open("ab") as output:
+        process = subprocess.Popen(words, env=os.environ | running.environment, stdout=output, stderr=output)
+    with process:
+        try:
+            yield process
+        finally:
+            process.terminate()
+
+
+def stopped(process: "subprocess.Popen[bytes]") -> int:
+    process.terminate()
+    return process.wait(30)
+
+
+def answers(running: Running) -> bool:
+    try:
+        return running.get("/readyz")[0] == 200
+    except OSError:
+        return False

@@ -22,6 +22,7 @@ NETS: dict[str, dict[str, Any]] = {
     "LR": {"hidden": [], "cross_layers": 0},
     "MLP": {"hidden": [16], "cross_layers": 0, "wide": False},
     "DCN": {"hidden": [], "cross_layers": 2, "cross_rank": 3, "optimizer": {"kind": "sgd", "lr": 0.01}},
+    "FM": {"hidden": [], "cross_layers": 0, "fm": True},
     "all": {"hidden": [16, 8], "cross_layers": 1, "fm": True, "pairs": [["user", "item"]], "pair_bits": 8},
 }
 Arrays = list[npt.NDArray[Any]]
