@@ -36,7 +36,7 @@ def build_app(parts: Parts) -> Edge:
     app.openapi = lambda: document  # type: ignore[method-assign] # made from our own types, not from signatures
     face = Face(parts)
     for path, method, handler in face.routes():
-        app.add_route(path, handler, methods=[method])
+        app.add_api_route(path, handler, methods=[method], response_class=Response)
     return Edge(app, parts.meters, parts.limits)
 
 

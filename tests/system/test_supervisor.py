@@ -112,7 +112,7 @@ def test_trainer_and_service_run_apart_over_one_log_and_the_last_to_leave_cleans
     with short_directory() as directory:
         running = Running(directory, stream__url=broker.url, stream__key="test:apart")
         with part(running, "train") as trainer, part(running, "serve") as service:
-            running.wait_until(lambda: answers(running), "the service")
+            running.wait_until(lambda: answers(running), "trainer and service", 90.0)
             running.learn(10)
             assert stopped(trainer) == 0
             assert running.post("/v1/score", SCORE)[0] == 200
