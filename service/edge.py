@@ -15,7 +15,6 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 EXCHANGE = "livebed.exchange"  # where an exchange lies in the ASGI scope
-UNMATCHED = "unmatched"  # the route label of what no route takes: never a raw path
 
 logger = logging.getLogger("livebed.service")
 
@@ -44,7 +43,7 @@ class Edge:
             await self._answer_error(error, scope, reply)
         finally:
             self._num_in_flight -= 1
-            self._count(scope, exchange, reply.status)
+            self._count(exchange, reply.status)
 
     async def _answer_error(self, error: Exception, scope: Scope, reply: "_Reply") -> None:
         """An error that no handler of the application has turned into an answer."""
@@ -58,9 +57,8 @@ class Edge:
         await reply({"type": "http.response.start", "status": status, "headers": raw})
         await reply({"type": "http.response.body", "body": body})
 
-    def _count(self, scope: Scope, exchange: Exchange, status: int) -> None:
-        route = getattr(scope.get("route"), "path", UNMATCHED)
-        self._meters.request(face="http", route=route, code=str(status), duration_s=exchange.elapsed_s)
+    def _count(self, exchange: Exchange, status: int) -> None:
+        self._meters.request(face="http", route=exchange.route, code=str(status), duration_s=exchange.elapsed_s)
         if exchange.code is not None:
             self._meters.refused(exchange.code)
 

@@ -9,17 +9,20 @@ from service.live_model import Stamp
 # What a client may choose as its request's id: it comes back in headers, bodies and logs.
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
+UNMATCHED = "unmatched"  # the route label of what no route takes: never a raw path
+
 
 class Exchange:
     """Filled in by whoever answers; read when headers and metrics are written."""
 
-    __slots__ = ("arrived_s", "code", "request_id", "stages", "stamp")
+    __slots__ = ("arrived_s", "code", "request_id", "route", "stages", "stamp")
 
     def __init__(self, wanted_id: str | None) -> None:
         """Take the client's request id if it is one, else make one."""
         valid = wanted_id is not None and REQUEST_ID.fullmatch(wanted_id) is not None
         self.request_id = wanted_id if valid and wanted_id is not None else secrets.token_hex(16)
         self.arrived_s = time.perf_counter()
+        self.route = UNMATCHED
         self.stamp: Stamp | None = None
         self.stages: list[tuple[str, float]] = []
         self.code: str | None = None  # of the error that was answered

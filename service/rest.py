@@ -36,7 +36,7 @@ def build_app(parts: Parts) -> Edge:
     app.openapi = lambda: document  # type: ignore[method-assign] # made from our own types, not from signatures
     face = Face(parts)
     for path, method, handler in face.routes():
-        app.add_api_route(path, handler, methods=[method], response_class=Response)
+        _add_route(app, path, method, handler)
     return Edge(app, parts.meters, parts.limits)
 
 
@@ -49,8 +49,18 @@ def build_admin_app(parts: Parts) -> Edge:
 
     app = FastAPI(openapi_url=None, **PLAIN, exception_handlers=_error_handlers())
     for path, handler in (("/metrics", metrics), ("/livez", face.livez), ("/readyz", face.readyz)):
-        app.add_api_route(path, handler, methods=["GET"], response_class=Response)
+        _add_route(app, path, "GET", handler)
     return Edge(app, parts.meters, parts.limits)
+
+
+def _add_route(app: FastAPI, path: str, method: str, handler: Handler) -> None:
+    """A plain route: one of FastAPI's own takes 45 us more, to resolve dependencies that there are none of."""
+
+    async def routed(request: Request) -> Response:
+        _exchange(request).route = path
+        return await handler(request)
+
+    app.add_route(path, routed, methods=[method])
 
 
 class Face:

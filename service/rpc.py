@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import grpc
 import grpc.aio
@@ -34,6 +34,7 @@ from service.scoring_service_pb2_grpc import ScoringServiceServicer, add_Scoring
 from trainer.errors import LogError
 
 Reply = TypeVar("Reply")
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 EVENTS = event_service_pb2.DESCRIPTOR.services_by_name["EventService"].full_name
 EMBEDDINGS = embedding_service_pb2.DESCRIPTOR.services_by_name["EmbeddingService"].full_name
@@ -44,19 +45,6 @@ CODES: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.Status
 MIN_PING_INTERVAL_MS = 10_000  # clients that ping more often are told to go away
 
 logger = logging.getLogger("livebed.service")
-
-
-class Context(Protocol):
-    """What we use of a call's context (grpc.aio.ServicerContext, whatever its messages)."""
-
-    def invocation_metadata(self) -> Any:
-        """Pairs that came with the call."""
-
-    def set_trailing_metadata(self, trailing_metadata: Any) -> None:
-        """Pairs that go with the status."""
-
-    async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: Any = ()) -> Any:
-        """End the call with an error; does not return."""
 
 
 class Calls:
@@ -79,14 +67,13 @@ class Calls:
                 logger.error("request %s failed", exchange.request_id, exc_info=error)
             self.parts.meters.refused(answer.code)
             await abort(context, answer, exchange)
-            raise AssertionError("abort does not return") from None
         finally:
             self.parts.meters.request(face="grpc", route=route, code=status, duration_s=exchange.elapsed_s)
         context.set_trailing_metadata(tuple(exchange.headers()))
         return reply
 
 
-async def abort(context: Context, error: ServiceError, exchange: Exchange) -> None:
+async def abort(context: Context, error: ServiceError, exchange: Exchange) -> NoReturn:
     """End a call with an error and its details."""
     details = rpc_status(error, request_id=exchange.request_id).SerializeToString()
     trailing = ((STATUS_DETAILS, details), *exchange.headers())

@@ -50,23 +50,6 @@ from trainer.schema import Schema
 from trainer.settings import ModelSettings, Settings
 from trainer.tables import Tables
 
-__all__ = [
-    "Batch",
-    "EventEngine",
-    "Memory",
-    "Plan",
-    "Rules",
-    "apply_pool",
-    "base_logit",
-    "build_plan",
-    "build_rules",
-    "gather",
-    "learn_ids",
-    "learn_offset",
-    "plain",
-    "warm",
-]
-
 Float32s = npt.NDArray[np.float32]
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]

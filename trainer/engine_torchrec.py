@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from trainer import model as nets
 from trainer.dense import LearnerState
-from trainer.engine_event import Batch, build_rules
+from trainer.engine_event import build_rules
+from trainer.event_kernels import Batch
 from trainer.events import Features
 from trainer.optim import dense_step
 from trainer.schema import Schema

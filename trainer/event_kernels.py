@@ -14,8 +14,9 @@ import numpy.typing as npt
 
 from trainer.dense import BIAS, BIAS_ACCUMULATOR, COUNT, POSITIVES
 from trainer.gradient_pool import ENTRIES, Pool, empty_entries, entry_of, mark_touched
+from trainer.kernel import kernel_hot, kernel_inner
 from trainer.live_atomics import address_of, prefetch
-from trainer.optim import ftrl_step, ftrl_weight, kernel_hot, kernel_inner, row_step
+from trainer.optim import ftrl_step, ftrl_weight, row_step
 
 Float32s = npt.NDArray[np.float32]
 Float64s = npt.NDArray[np.float64]

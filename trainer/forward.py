@@ -20,7 +20,8 @@ import numpy.typing as npt
 
 from trainer.dense import DenseLayout
 from trainer.errors import UnsupportedByEventEngine
-from trainer.optim import dense_step, dense_step_through, kernel_hot, kernel_inner
+from trainer.kernel import kernel_hot, kernel_inner
+from trainer.optim import dense_step, dense_step_through
 from trainer.schema import Schema
 from trainer.settings import ModelSettings
 

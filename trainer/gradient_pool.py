@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from trainer.optim import kernel_hot, kernel_inner
+from trainer.kernel import kernel_hot, kernel_inner
 
 Float32s = npt.NDArray[np.float32]
 Int32s = npt.NDArray[np.int32]

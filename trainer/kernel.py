@@ -1,16 +1,39 @@
-"""How every numba kernel of the project is compiled: without the GIL and cached on disk.
+"""How every numba kernel of the project is compiled: without the GIL, and cached on disk.
 
-Two decorators, so that the one place where IEEE rules are given up is visible at each kernel:
-`kernel` keeps them (anything that tests for NaN or infinity needs that), `kernel_fast` lets the
-compiler reorder sums, which is what makes dot products use the whole vector unit.
+Four decorators, so that what is given up is visible at each kernel: `kernel` gives up nothing (anything that tests
+for NaN or infinity needs that), `kernel_fast` lets the compiler reorder sums, which is what makes dot products use the
+whole vector unit, `kernel_hot` and `kernel_inner` also leave out numba's reference counts.
+
+Numba's cache looks only at the file of the kernel that is called, not at those whose kernels it inlines. So the cache
+lies in a directory named by the content of all files that hold kernels: an edit or an upgrade never runs an old one.
 """
 
+import hashlib
+import os
 from collections.abc import Callable
-from typing import TypeVar, cast
+from pathlib import Path
+from typing import Any, TypeVar, cast
 
-from numba import njit
+from numba import config, njit
 
 F = TypeVar("F", bound=Callable[..., object])
+
+
+def _cache_directory() -> Path:
+    """Beside this file, or in the user's cache where that cannot be written (an installation of root's)."""
+    package = Path(__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(package.glob("*.py")):
+        if b"numba" in (source := path.read_bytes()) or b"trainer.kernel" in source:
+            digest.update(source)
+    beside = package / "__pycache__"
+    writable = os.access(beside if beside.is_dir() else package, os.W_OK)
+    root = beside if writable else Path.home() / ".cache" / "livebed"
+    return root / f"kernels-{digest.hexdigest()[:16]}"
+
+
+CACHE = Path(config.CACHE_DIR or _cache_directory())  # type: ignore[attr-defined]  # numba sets it at run time
+config.CACHE_DIR = str(CACHE)  # type: ignore[attr-defined]
 
 
 def kernel(function: F) -> F:
@@ -21,3 +44,22 @@ def kernel(function: F) -> F:
 def kernel_fast(function: F) -> F:
     """Compile to machine code with reordered float sums; must not be asked about NaN."""
     return cast("F", njit(nogil=True, cache=True, error_model="numpy", fastmath=True)(function))
+
+
+def kernel_hot(function: F) -> F:
+    """`kernel_fast` without numba's reference counts, for code that works in scratch and allocates nothing.
+
+    An array slice costs two atomic counts otherwise, and a tuple of arrays two for each: they were 60 % of the time of
+    learning an event. Allocating inside (or `a[:] = b`, which may copy) is an error when it is compiled.
+    """
+    options: dict[str, Any] = {"_nrt": False, "no_cfunc_wrapper": True}  # options that numba leaves out of its types
+    return cast("F", njit(nogil=True, cache=True, error_model="numpy", fastmath=True, **options)(function))
+
+
+def kernel_inner(function: F) -> F:
+    """`kernel_hot` for functions of tuples of arrays that only other kernels call.
+
+    They get no entry from Python, which took half of the compiler's time: calling one from Python crashes the process.
+    """
+    options: dict[str, Any] = {"_nrt": False, "no_cfunc_wrapper": True, "no_cpython_wrapper": True}
+    return cast("F", njit(nogil=True, cache=True, error_model="numpy", fastmath=True, **options)(function))

@@ -1,7 +1,7 @@
 """A file mapped at a huge page's boundary, so that Linux can back it with huge pages where it knows how (tmpfs does).
 
-Rows are read at random: with pages of 4 KiB nearly every read also misses the TLB, a third of its time (39 ns a row, 29
-with huge pages). Python's mmap lets no one choose the address, hence the system calls.
+Rows are read at random: with pages of 4 KiB nearly every read also misses the TLB (35 ns a row, 30 with huge pages).
+Python's mmap lets no one choose the address, hence the system calls.
 """
 
 import ctypes
@@ -23,7 +23,7 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 def map_file(descriptor: int, num_bytes: int, *, writable: bool) -> memoryview:
     """Map the first `num_bytes` of an open file, shared; unmapped when nothing refers to it. Raises OSError.
 
-    A writable mapping makes the file's pages huge, which must exist by then (`posix_fallocate`): holes stay as they are.
+    A writable mapping makes the file's pages huge, which must exist by then (`posix_fallocate`).
     """
     reserved = _mmap(None, num_bytes + HUGE_BYTES, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
     start = -(-reserved // HUGE_BYTES) * HUGE_BYTES

@@ -11,37 +11,15 @@ Numbers are float32; sums are reordered (fastmath), so results agree with the te
 """
 # ruff: noqa: PLR0917 -- kernels take arrays and numbers one by one: numba unpacks no objects.
 
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
-
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
-F = TypeVar("F", bound=Callable[..., object])
+from trainer.kernel import kernel_hot
+
 Float32s = npt.NDArray[np.float32]
 
 SGD, ADAGRAD, ACCUMULATE = 0, 1, 2  # ACCUMULATE only sums gradients: `state` is then the gradient vector
 ZERO = np.float32(0)
-
-
-def kernel_hot(function: F) -> F:
-    """`kernel_fast` without numba's reference counts, for code that works in scratch and allocates nothing.
-
-    An array slice costs two atomic counts otherwise, and a tuple of arrays two for each: they were 60 % of the time of
-    learning an event. Allocating inside (or `a[:] = b`, which may copy) is an error when it is compiled.
-    """
-    options: dict[str, Any] = {"_nrt": False, "no_cfunc_wrapper": True}  # options that numba leaves out of its types
-    return cast("F", njit(nogil=True, cache=True, error_model="numpy", fastmath=True, **options)(function))
-
-
-def kernel_inner(function: F) -> F:
-    """`kernel_hot` for functions of tuples of arrays that only other kernels call.
-
-    They get no entry from Python, which took half of the compiler's time: calling one from Python crashes the process.
-    """
-    options: dict[str, Any] = {"_nrt": False, "no_cfunc_wrapper": True, "no_cpython_wrapper": True}
-    return cast("F", njit(nogil=True, cache=True, error_model="numpy", fastmath=True, **options)(function))
 
 
 @kernel_hot

@@ -17,8 +17,8 @@ from trainer.engine_event import plain
 from trainer.event_kernels import pair_index
 from trainer.events import Features
 from trainer.forward import Net, build_net, net_logit, sigmoid
+from trainer.kernel import kernel_hot
 from trainer.live import Layout, Reader, Section, Writer
-from trainer.optim import kernel_hot
 from trainer.schema import Schema
 from trainer.settings import ModelSettings, Settings
 

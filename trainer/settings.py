@@ -141,10 +141,15 @@ class WideSettings(Frozen):
 
 
 class ModelSettings(Frozen):
-    """The CTR net. Switches give LR (`hidden: [], cross_layers: 0`), FM, DeepFM-like and DCN-V2."""
+    """The CTR net: wide part, hashed pairs, FM term, low-rank DCN-V2 cross and MLP, each optional.
+
+    LR is `{wide: true, hidden: [], cross_layers: 0}`, FM adds `fm: true`, DeepFM-like has `fm` and `hidden`. The wide
+    part is off by default: without it the logloss of four real logs was 0 to 0.4 % lower and a step cheaper; a rare
+    label may want it.
+    """
 
     family: Literal["ctr", "dlrm"] = "ctr"
-    wide: bool = True
+    wide: bool = False
     wide_optimizer: WideSettings = WideSettings()
     pairs: list[tuple[Name, Name]] | Literal["all"] = []
     pair_bits: int = Field(18, ge=8, le=28)
@@ -155,6 +160,12 @@ class ModelSettings(Frozen):
     optimizer: DenseOptimizer = DenseOptimizer()
     bias_lr: float = Field(0.1, ge=0)
     seed: int = Field(0, ge=0)
+
+    @model_validator(mode="after")
+    def _something_learns(self) -> Self:
+        if not (self.wide or self.pairs or self.fm or self.cross_layers or self.hidden):
+            raise ValueError("no part of the model is on: set wide, pairs, fm, cross_layers or hidden")
+        return self
 
 
 class StreamSettings(Frozen):

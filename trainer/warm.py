@@ -1,8 +1,11 @@
 """`python -m trainer.warm`: compile every kernel into the cache on disk, so that no first request waits for it."""
 
 import importlib
+import shutil
 import sys
 import time
+
+from trainer.kernel import CACHE
 
 MODULES = ("hashing", "events", "live", "tables", "entities", "publish", "engine_event", "scorer")
 
@@ -16,6 +19,9 @@ def warm(name: str) -> float:
 
 def main() -> None:
     """Compile module by module, saying what is done and how long it took."""
+    for old in CACHE.parent.glob("kernels-*"):
+        if old != CACHE:
+            shutil.rmtree(old, ignore_errors=True)
     total_s = 0.0
     for name in MODULES:
         sys.stdout.write(f"compiling the kernels of trainer.{name} ... ")

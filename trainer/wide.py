@@ -11,19 +11,17 @@ import numpy as np
 import numpy.typing as npt
 
 from trainer.dense import LearnerState
-from trainer.engine_event import (
+from trainer.engine_event import build_plan, build_rules, plain
+from trainer.event_kernels import (
     Batch,
     Memory,
     Plan,
     Rules,
     apply_pool,
     base_logit,
-    build_plan,
-    build_rules,
     gather,
     learn_ids,
     learn_offset,
-    plain,
 )
 from trainer.events import Features
 from trainer.forward import build_net

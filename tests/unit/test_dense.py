@@ -47,7 +47,7 @@ def test_shapes_follow_from_the_settings() -> None:
 
 
 def test_a_net_without_layers_has_no_parameters() -> None:
-    assert layout_of(hidden=[], cross_layers=0).size == 0
+    assert layout_of(wide=True, hidden=[], cross_layers=0).size == 0
 
 
 def test_weights_start_by_he_and_biases_at_zero() -> None:

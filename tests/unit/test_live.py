@@ -1,5 +1,6 @@
 """The live store within one process: what is written is what is read, generations, shards, refusals."""
 
+import gc
 import shutil
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from trainer.live import (
     warm,
 )
 from trainer.live_kernels import gather_records, put_records, read_double
+from trainer.live_memory import map_file
 from trainer.probe import EMPTY, REMOVED, WINDOW, home_slot
 
 CAPACITY, WORDS = 100, 5
@@ -220,6 +222,32 @@ def test_a_layout_that_no_file_can_hold_is_refused(bad: dict[str, object]) -> No
     good = {"sections": LAYOUT.sections, "dense_size": 0, "pair_slots": 0, "num_shards": 1, "schema_hash": 1}
     with pytest.raises(ValueError, match=r"got|wanted"):
         Layout(**{**good, **bad})  # type: ignore[arg-type]
+
+
+def times_mapped(path: Path) -> int:
+    return Path("/proc/self/maps").read_text().count(f"{path}")
+
+
+def test_a_file_stays_mapped_as_long_as_anything_refers_to_it(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(range(256)) * 64)
+    with path.open("rb") as file:
+        words = np.frombuffer(map_file(file.fileno(), 1000, writable=False), np.uint8)[3:]
+    gc.collect()
+    assert times_mapped(path) == 1
+    assert words[:2].tolist() == [3, 4]
+    with pytest.raises(ValueError, match="WRITEABLE"):
+        words.base.setflags(write=True)  # type: ignore[union-attr] # numpy's base may be None, not here
+    del words
+    gc.collect()
+    assert times_mapped(path) == 0
+
+
+def test_what_cannot_be_mapped_is_an_error_and_leaves_nothing_mapped(tmp_path: Path) -> None:
+    before = len(Path("/proc/self/maps").read_text().splitlines())
+    with (tmp_path / "file").open("wb") as file, pytest.raises(OSError, match="denied"):
+        map_file(file.fileno(), 1 << 30, writable=False)
+    assert len(Path("/proc/self/maps").read_text().splitlines()) <= before + 1
 
 
 def num_compiled() -> list[int]:
