@@ -8,8 +8,9 @@ SIGKILL, and a second server then opens the same append-only files. Here instead
   as long as a server lives, whichever process dies first;
 - the server listens on a Unix socket with mode 0700 and on no TCP port unless one is asked for.
 
-What is acknowledged has been written to the append-only file and survives `kill -9` of the server;
-`appendfsync everysec` means that a crash of the *machine* may lose the last second.
+What is acknowledged has been written to the append-only file and survives `kill -9` of the server, unless the disk
+was stalled: the server then holds a write back for up to 2 s. `appendfsync everysec` means that a crash of the
+*machine* may lose the last second.
 """
 
 import fcntl

@@ -19,7 +19,7 @@ from trainer.codec import EntryDecoder
 from trainer.dense import LearnerState
 from trainer.engines import build_engine
 from trainer.entities import Entities
-from trainer.errors import BadEvent, LogFull, LogUnavailable
+from trainer.errors import BadEvent, LivebedError, LogFull, LogTruncated, LogUnavailable
 from trainer.events import EventBatch, derive_batch
 from trainer.live import Writer
 from trainer.metrics import Progressive
@@ -76,7 +76,7 @@ class Trainer:
         self.engine = build_engine(settings, self.schema, self.tables, self.state)
         self.metrics = Progressive()
         self.place = Place()
-        self._restore()
+        self._num_read = self._restore()
         self.board = Board.open(settings.metrics_path, "trainer")
         self.log = EventLog(settings.stream.url, settings.stream.key)
         self.saver = Saver(settings.checkpoint_path, settings.checkpoint, self.board)
@@ -94,6 +94,7 @@ class Trainer:
             warm(module)
         self.publisher.publish_all(step=self.place.step, watermark_us=self.place.watermark_us)
         self.writer.activate()
+        self._check_log(stop)
         logger.info("learning from %s after entry %s", self.settings.stream.key, self.place.entry_id)
         try:
             while not stop.is_set():
@@ -110,10 +111,11 @@ class Trainer:
         try:
             entries = self._read()
             batch = self._decode(entries)  # 1. what cannot be read is in the dead-letter stream
+        except LogTruncated as gap:
+            self._go_on_after(gap)
+            return 0
         except (LogUnavailable, LogFull) as error:
-            logger.warning("the event log does not answer, trying again: %s", error)
-            self.writer.heartbeat(now_us(), None)
-            time.sleep(RETRY_S)
+            self._wait_for_broker(error)
             return 0
         if batch is not None:
             for part in batch.split(self.settings.stream.max_batch):
@@ -204,23 +206,49 @@ class Trainer:
         ):
             self.board.counter("livebed_evictions_total", table=table.name, reason=reason).inc(int(count))
 
-    def _restore(self) -> None:
-        """Begin from the newest good checkpoint, if there is one."""
+    def _restore(self) -> int | None:
+        """Begin from the newest good checkpoint, if there is one; returns how much of the log that had read."""
         loaded = load_latest(self.settings.checkpoint_path)
         for problem in loaded.problems:
             logger.error("checkpoint: %s", problem)
         if loaded.snapshot is None:
-            return
+            return 0
         for note in restore(loaded.snapshot, self.tables, self.entities, self.state, self.settings.model):
             logger.warning("checkpoint: %s", note)
         progress = loaded.snapshot.progress
         self.place = Place(progress.position, progress.step, progress.watermark_us, progress.store_version)
         self.metrics.load_state(loaded.snapshot.metrics)
         logger.info("restored %s: step %d, log entry %s", loaded.path, progress.step, progress.position)
+        return progress.num_read
+
+    def _check_log(self, stop: threading.Event) -> None:
+        """Nothing may be missing between the checkpoint and the log; waits for the broker to say so."""
+        while not stop.is_set():
+            try:
+                self.log.check_position(self.place.entry_id, num_read=self._num_read)
+            except LogTruncated as gap:
+                self._go_on_after(gap)
+            except (LogUnavailable, LogFull) as error:
+                self._wait_for_broker(error)
+                continue
+            return
+
+    def _go_on_after(self, gap: LogTruncated) -> None:
+        """Entries are gone that nobody has learned from: end with the reason, or say it and go on, as configured."""
+        if self.settings.stream.on_gap == "stop":
+            raise gap
+        self.place.entry_id = self.log.skip_gap()
+        logger.error("%s; going on after %s (stream.on_gap: continue)", gap, self.place.entry_id)
+
+    def _wait_for_broker(self, error: LivebedError) -> None:
+        logger.warning("the event log does not answer, trying again: %s", error)
+        self.writer.heartbeat(now_us(), None)
+        time.sleep(RETRY_S)
 
     def _capture(self) -> Snapshot:
         place = self.place
-        progress = Progress(place.step, place.entry_id, place.version, place.watermark_us)
+        num_read = self.log.num_added_at(place.entry_id)
+        progress = Progress(place.step, place.entry_id, place.version, place.watermark_us, num_read)
         model, metrics = self.settings.model, self.metrics.state()
         return capture(self.tables, self.entities, self.state, model, progress=progress, metrics=metrics)
 

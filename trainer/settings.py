@@ -175,7 +175,8 @@ class StreamSettings(Frozen):
     key: str = "livebed:events"
     max_batch: int = Field(256, ge=1, le=8192)
     linger_ms: float = Field(0.0, ge=0, le=1000)
-    dead_letter_max: int = Field(10_000, ge=0)
+    # What to do when the log no longer holds what comes after the checkpoint: end with an error, or say so and go on.
+    on_gap: Literal["stop", "continue"] = "stop"
 
 
 class CheckpointSettings(Frozen):
@@ -330,7 +331,7 @@ def _settings_error(error: ValidationError, path: Path | None) -> SettingsError:
     where = f" in {path}" if path is not None else ""
     got = "nothing" if first["type"] == "missing" else _shortened(first["input"])
     more = f" ({len(problems) - 1} more)" if len(problems) > 1 else ""
-    message = "this key is required" if first["type"] == "missing" else first["msg"]
+    message = "this key is required" if first["type"] == "missing" else first["msg"].removeprefix("Value error, ")
     return SettingsError(field + where, got=got, wanted=message + more)
 
 

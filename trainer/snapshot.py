@@ -35,12 +35,17 @@ ROW_STATE = ("accumulators", "wide_z", "wide_n")
 
 @dataclass(frozen=True)
 class Progress:
-    """Where the trainer stands. `position`: id of the last log entry applied; `watermark_us`: newest accepted time."""
+    """Where the trainer stands.
+
+    `position`: id of the last log entry applied; `num_read`: entries ever added to the log up to it, None where that
+    is not known; `watermark_us`: every event acknowledged before it is learned.
+    """
 
     step: int
     position: str
     store_version: int
     watermark_us: int
+    num_read: int | None = None
 
 
 @dataclass(frozen=True)

@@ -139,6 +139,16 @@ class EventLog:
         if num_read is not None:
             self._anchor = (position, num_read)
 
+    def skip_gap(self) -> str:
+        """Return the position just before the oldest entry that is left, and read on from there."""
+        state = self.state()
+        milliseconds, sequence = parse_id(state.first_id if state.num_entries else state.last_id)
+        position = state.last_id
+        if state.num_entries:
+            position = f"{milliseconds}-{sequence - 1}" if sequence else f"{max(milliseconds - 1, 0)}-{2**64 - 1}"
+        self._anchor = (position, state.num_added - state.num_entries)
+        return position
+
     def num_added_at(self, position: str) -> int | None:
         """Return how many entries had ever been added up to the reader's position, None if not known."""
         if parse_id(position) == (0, 0):

@@ -27,7 +27,7 @@ from trainer.probe import WINDOW
 NUM_ROWS = 1_000_000
 CAPACITY = 4 * NUM_ROWS // 3
 BULK = 100_000  # ids of one large read: with their cache lines, more than the caches next to a core hold
-RACE_CAPACITY = 4096  # small: every slot is read while it changes hands
+RACE_CAPACITY = 64  # small: nearly every read meets a slot that has just changed hands
 
 Int64s = npt.NDArray[np.int64]
 

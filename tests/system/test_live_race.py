@@ -23,7 +23,7 @@ def wait_for_generation_after(reader: Reader, generation: int) -> None:
 
 
 def test_readers_see_no_torn_foreign_or_mixed_values_while_a_writer_evicts(tmp_path: Path) -> None:
-    seen = race(tmp_path, capacity=512, seconds=3)
+    seen = race(tmp_path, capacity=64, seconds=3)
     assert seen.reads > 100_000
     assert seen.versions > 10
     assert_no_fault(seen)

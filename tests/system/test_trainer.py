@@ -128,7 +128,12 @@ def test_a_bad_entry_goes_to_the_dead_letters_with_its_reason_and_the_stream_goe
     process = make()
     process.start()
     client = redis.Redis.from_url(broker.url)
-    for fields in ({"json": "{"}, {"proto": b"\xff"}, {"other": "x"}, {"json": '{"label": 1, "features": {"colour": 1}}'}):
+    for fields in (
+        {"json": "{"},
+        {"proto": b"\xff"},
+        {"other": "x"},
+        {"json": '{"label": 1, "features": {"colour": 1}}'},
+    ):
         client.xadd(log.key, fields)  # type: ignore[arg-type]
     mixed = [example(1), {"label": 7}, example(2)]
     client.xadd(log.key, {"json": json.dumps(mixed)})
@@ -148,8 +153,7 @@ def test_a_bad_entry_goes_to_the_dead_letters_with_its_reason_and_the_stream_goe
 def test_training_sees_what_was_known_of_an_item_at_that_point_of_the_log(
     make: Callable[..., TrainerProcess], log: EventLog
 ) -> None:
-    """Three examples of one item, with its price told between them: three different prices reach the network."""
-    process = make(model__hidden=[], model__cross_layers=0, model__wide=False)
+    process = make()
     process.start()
     say = [
         {"entity": "item", "id": "x", "features": {"price": 1, "tags": ["a"]}},
@@ -236,3 +240,29 @@ def test_what_cannot_be_used_ends_the_trainer_with_one_sentence(make: Callable[.
         command = [sys.executable, "-m", "trainer", "--settings", str(process.file)]
         assert subprocess.run(command, stdout=output, stderr=output, check=False, timeout=60).returncode == 2
     assert "model.fm: got [4, 8], wanted tables of one width" in process.output.read_text()
+
+
+def test_a_log_that_lost_entries_is_never_skipped_in_silence(
+    make: Callable[..., TrainerProcess], broker: Broker, log: EventLog
+) -> None:
+    """FLUSHALL, then new entries: the trainer ends and says why; told to continue, it says so and goes on."""
+    process = make()
+    process.start()
+    log.append([{b"json": json.dumps(example(k)).encode()} for k in range(5)])
+    process.wait_for(5)
+    assert process.end(signal.SIGTERM) == 0
+    client = redis.Redis.from_url(broker.url)
+    client.delete(log.key)
+    log.append([{b"json": json.dumps(example(6)).encode()}])
+    log.append([{b"json": json.dumps(example(7)).encode()}])
+    client.xtrim(log.key, maxlen=1, approximate=False)
+    client.close()
+    command = [sys.executable, "-m", "trainer", "--settings", str(process.file)]
+    with process.output.open("ab") as output:
+        assert subprocess.run(command, stdout=output, stderr=output, check=False, timeout=60).returncode == 2
+    assert f"the log {log.key}" in process.output.read_text()
+    told = process.settings.stream.model_copy(update={"on_gap": "continue"})
+    process.file.write_text(process.settings.model_copy(update={"stream": told}).model_dump_json())
+    process.start()
+    process.wait_for(6)
+    assert "going on after" in process.output.read_text()

@@ -16,7 +16,10 @@ from trainer.schema import Schema
 from trainer.settings import Settings
 from trainer.table_file import chunks, read_table
 
-PAIR = {"tables": {"a": {"width": 8}, "b": {"width": 8}}, "features": {"a": {"kind": "categorical"}, "b": {"kind": "categorical"}}}
+PAIR = {
+    "tables": {"a": {"width": 8}, "b": {"width": 8}},
+    "features": {"a": {"kind": "categorical"}, "b": {"kind": "categorical"}},
+}
 WORLD = Settings.load(None, PAIR, {})
 
 

@@ -26,7 +26,9 @@ class World:
     """Tables, learner state and event engine of one configuration."""
 
     def __init__(self, tables: dict[str, Any], features: dict[str, Any], **model: Any) -> None:
-        self.settings = Settings.model_validate({"tables": tables, "features": features, "model": {"wide": True, **model}})
+        self.settings = Settings.model_validate(
+            {"tables": tables, "features": features, "model": {"wide": True, **model}}
+        )
         self.schema = Schema.from_settings(self.settings)
         self.tables = Tables(self.schema, self.settings.model)
         self.state = LearnerState.initial(self.schema, self.settings.model)
