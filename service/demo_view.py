@@ -1,5 +1,7 @@
 """How the demo shows what it measures: a live table on a terminal, plain lines elsewhere."""
 
+import io
+import json
 import math
 import sys
 import time
@@ -158,3 +160,14 @@ Still serving. Try, in another terminal (Ctrl-C here ends everything):
   redis-cli -s {broker_socket} XADD {stream_key} '*' \\
     json '{{"features": {{"user_id": 4854, "video_id": 3431182}}, "label": 0}}'
 """
+
+
+def main() -> None:
+    """`livebed demo --all --json | python -m service.demo_view FILE.svg`: the last table as a picture."""
+    console = Console(record=True, width=110, file=io.StringIO())
+    console.print(as_table(json.loads(sys.stdin.readlines()[-1])))
+    console.save_svg(sys.argv[1], title="livebed demo")
+
+
+if __name__ == "__main__":
+    main()

@@ -107,5 +107,5 @@ def test_a_file_that_does_not_fit_is_refused_by_column(
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match="nothing.csv"):
+    with pytest.raises(SettingsError, match=r"nothing\.csv"):
         evaluate(WORLD, tmp_path / "nothing.csv", label="label")

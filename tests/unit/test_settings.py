@@ -58,7 +58,7 @@ def test_a_misspelt_environment_variable_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match="nowhere.yaml"):
+    with pytest.raises(SettingsError, match=r"nowhere\.yaml"):
         Settings.load(tmp_path / "nowhere.yaml", {}, {})
 
 
