@@ -75,7 +75,7 @@ class LimitsInfo(msgspec.Struct, forbid_unknown_fields=True):
     candidates: int
     events: int
     features: int
-    string_bytes: int
+    string_chars: int
     top_k: int
     reply_bytes: int
 
@@ -154,7 +154,7 @@ def info_answer(parts: Parts) -> InfoAnswer:
             candidates=limits.candidates,
             events=limits.events,
             features=limits.features,
-            string_bytes=limits.string_bytes,
+            string_chars=limits.string_chars,
             top_k=limits.top_k,
             reply_bytes=limits.ids * (4 * widest + 1),
         ),

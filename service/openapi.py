@@ -6,7 +6,7 @@ import msgspec
 
 from service import answers, catalogue
 from service.errors import KINDS, PROBLEM_TYPE
-from service.wire import LookupRequest, Requests
+from service.wire import Requests
 from trainer.settings import Settings
 
 Json = dict[str, Any]
@@ -130,7 +130,7 @@ def _schemas(requests: Requests) -> Json:
         requests.ScoreRequest,
         requests.RankRequest,
         requests.parser.Row,
-        LookupRequest,
+        requests.LookupRequest,
         answers.ScoreAnswer,
         answers.RankAnswer,
         answers.LookupAnswer,

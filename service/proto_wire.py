@@ -118,9 +118,9 @@ class Messages:
             self._check_texts(column.name, column.strings)
 
     def _check_texts(self, name: str, texts: Iterable[str]) -> None:
-        longest = max((len(text.encode()) for text in texts), default=0)
-        if longest > self.limits.string_bytes:
-            raise _invalid(name, f"a text of {longest} bytes, at most {self.limits.string_bytes}")
+        longest = max(map(len, texts), default=0)
+        if longest > self.limits.string_chars:
+            raise _invalid(name, f"a text of {longest} characters, at most {self.limits.string_chars}")
 
 
 def score_response(scores: Scores, *, request_id: str) -> ScoreResponse:

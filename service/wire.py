@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from service.errors import ServiceError, Violation, too_many
 from service.live_model import Candidates
-from trainer.event_json import EventParser, Id, TimeMs
+from trainer.event_json import EventParser, TimeMs
 from trainer.events import Inputs
 from trainer.hashing import hash_values
 from trainer.schema import Schema
@@ -30,19 +30,13 @@ HOLDERS = ("context.", "features.", "columns.")
 TopK = Annotated[int, msgspec.Meta(ge=1)]
 
 
-class LookupRequest(msgspec.Struct, forbid_unknown_fields=True, gc=False):
-    """Body of `embeddings:lookup`."""
-
-    ids: list[Id]
-
-
 class Requests:
     """Decoders of one schema's requests, with its limits."""
 
     def __init__(self, schema: Schema, limits: Limits) -> None:
         self.schema = schema
         self.limits = limits
-        self.parser = EventParser(schema)
+        self.parser = EventParser(schema, max_string=limits.string_chars)
         row, rows = self.parser.Row, list_of(self.parser.Row)
         options: dict[str, Any] = {"forbid_unknown_fields": True, "gc": False}
         fields: list[Any] = [
@@ -53,9 +47,10 @@ class Requests:
         ]
         self.ScoreRequest: Any = msgspec.defstruct("ScoreRequest", fields, **options)
         self.RankRequest: Any = msgspec.defstruct("RankRequest", [*fields, ("top_k", TopK | None, None)], **options)
+        self.LookupRequest: Any = msgspec.defstruct("LookupRequest", [("ids", list_of(self.parser.Id))], **options)
         self._score = msgspec.json.Decoder(self.ScoreRequest)
         self._rank = msgspec.json.Decoder(self.RankRequest)
-        self._lookup = msgspec.json.Decoder(LookupRequest)
+        self._lookup = msgspec.json.Decoder(self.LookupRequest)
 
     def score(self, body: bytes) -> Candidates:
         """Candidates of a `/v1/score` body. Raises ServiceError, like everything here."""
@@ -68,7 +63,7 @@ class Requests:
 
     def lookup(self, body: bytes) -> npt.NDArray[np.int64]:
         """Hashed ids of a lookup's body."""
-        request: LookupRequest = _decoded(self._lookup.decode, body)
+        request = _decoded(self._lookup.decode, body)
         if len(request.ids) > self.limits.ids:
             raise too_many("ids", len(request.ids), self.limits.ids)
         return hash_values(request.ids)

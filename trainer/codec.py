@@ -16,7 +16,7 @@ from trainer.errors import BadEvent
 from trainer.event_json import MAX_MAGNITUDE, EventParser
 from trainer.event_pb2 import EventBatch as EventBatchMessage
 from trainer.event_pb2 import InputColumn as InputColumnMessage
-from trainer.events import InputColumn, Inputs, RawEvents, Rejection
+from trainer.events import InputColumn, Inputs, RawEvents, Rejection, select
 from trainer.hashing import FIRST_RESERVED, hash_values
 from trainer.probe import EMPTY, REMOVED
 from trainer.schema import Input, Schema
@@ -149,7 +149,7 @@ class EntryDecoder:
             return raw, []
         keep = np.ones(raw.inputs.count, np.bool_)
         keep[list(reasons)] = False
-        return _select(raw, keep, self._inputs), [Rejection(b, *reasons[b]) for b in sorted(reasons)]
+        return select(raw, keep), [Rejection(b, *reasons[b]) for b in sorted(reasons)]
 
 
 def _array(name: str, values: bytes, dtype: Any, count: int, default: float | None) -> Any:
@@ -176,28 +176,3 @@ def _ids(spec: Input, message: InputColumnMessage, count: int) -> npt.NDArray[np
 
 def _given(column: InputColumn, count: int) -> npt.NDArray[np.bool_]:
     return np.ones(count, np.bool_) if column.given_B is None else column.given_B
-
-
-def _select(raw: RawEvents, keep_B: npt.NDArray[np.bool_], inputs: Mapping[str, Input]) -> RawEvents:
-    """The events where keep_B is true."""
-    columns = {}
-    for name, column in raw.inputs.columns.items():
-        given_B = _given(column, raw.inputs.count)
-        keep_given, given = keep_B[given_B], given_B[keep_B]
-        if column.numbers is not None:
-            numbers = column.numbers.reshape(-1, inputs[name].size)[keep_given].ravel()
-            columns[name] = InputColumn(given, numbers=numbers)
-        elif column.ids is not None and column.lengths is not None:
-            ids = column.ids[np.repeat(keep_given, column.lengths)]
-            columns[name] = InputColumn(given, ids=ids, lengths=column.lengths[keep_given])
-        elif column.ids is not None:
-            columns[name] = InputColumn(given, ids=column.ids[keep_given])
-    return RawEvents(
-        Inputs(int(keep_B.sum()), columns),
-        raw.labels_B[keep_B],
-        raw.event_time_ms_B[keep_B],
-        raw.accepted_us_B[keep_B],
-        raw.event_key_B[keep_B],
-        raw.entity_B[keep_B],
-        raw.entity_id_B[keep_B],
-    )

@@ -22,43 +22,48 @@ from trainer.events import InputColumn, Inputs, RawEvents, Rejection
 from trainer.hashing import hash_values
 from trainer.schema import Input, Schema
 
-MAX_STRING = 256
+MAX_STRING = 256  # characters
 MAX_MAGNITUDE = 1e18  # a number past this is a mistake; times in microseconds still fit
 MIN_INTEGER, MAX_INTEGER = -(2**63), 2**63 - 1
 MAX_TIME_MS = 253_402_300_799_999  # the year 9999
 PATH = re.compile(r" - at `\$?(.*)`$", re.DOTALL)
 
 Text = Annotated[str, msgspec.Meta(max_length=MAX_STRING)]
-Id = Annotated[int, msgspec.Meta(ge=MIN_INTEGER, le=MAX_INTEGER)] | Text
+Integer = Annotated[int, msgspec.Meta(ge=MIN_INTEGER, le=MAX_INTEGER)]
 Number = Annotated[float, msgspec.Meta(ge=-MAX_MAGNITUDE, le=MAX_MAGNITUDE)]
 TimeMs = Annotated[int, msgspec.Meta(ge=0, le=MAX_TIME_MS)]
-VALUE_TYPES: dict[str, Any] = {"id": Id, "number": Number}
 
 
-def value_type(spec: Input) -> Any:
+def id_type(max_string: int) -> Any:
+    """The msgspec type of an id: a 64-bit integer, or text of so many characters."""
+    return Integer | Annotated[str, msgspec.Meta(max_length=max_string)]
+
+
+def value_type(spec: Input, id_: Any) -> Any:
     """The msgspec type of one input's value."""
     if spec.kind == "ids":
-        return Annotated[list[Id], msgspec.Meta(max_length=spec.size)]
+        return Annotated[list[id_], msgspec.Meta(max_length=spec.size)]
     if spec.kind == "vector":
         return Annotated[list[Number], msgspec.Meta(min_length=spec.size, max_length=spec.size)]
-    return VALUE_TYPES[spec.kind]
+    return id_ if spec.kind == "id" else Number
 
 
 class EventParser:
-    """Parses events of one schema; `Row` is the msgspec type of a row of inputs (None: not given)."""
+    """Parses events of one schema. msgspec types: `Row`, of a row of inputs (None: not given), and `Id`, of an id."""
 
-    def __init__(self, schema: Schema) -> None:
+    def __init__(self, schema: Schema, *, max_string: int = MAX_STRING) -> None:
         self.schema = schema
+        self.Id = id_type(max_string)
         self._attributes = [f"f{k}" for k in range(len(schema.inputs))]
         rename = {a: spec.name for a, spec in zip(self._attributes, schema.inputs, strict=True)}
         options: dict[str, Any] = {"forbid_unknown_fields": True, "gc": False}
-        types = [value_type(spec) for spec in schema.inputs]
+        types = [value_type(spec, self.Id) for spec in schema.inputs]
         self.Row: Any = msgspec.defstruct(
             "Row", [(a, t | None, None) for a, t in zip(self._attributes, types, strict=True)], rename=rename, **options
         )
         column_types: list[Any] = [(a, _list_of(t) | None, None) for a, t in zip(self._attributes, types, strict=True)]
         columns = msgspec.defstruct("Columns", column_types, rename=rename, **options)
-        event_type: Any = msgspec.defstruct("Event", _event_fields(self.Row), **options)
+        event_type: Any = msgspec.defstruct("Event", _event_fields(self.Row, self.Id), **options)
         table_type: Any = msgspec.defstruct("Table", _table_fields(columns), **options)
         self._event = msgspec.json.Decoder(event_type)
         self._events = msgspec.json.Decoder(list[event_type])
@@ -214,14 +219,14 @@ def _list_of(item: Any) -> Any:
     return list[item | None]
 
 
-def _event_fields(row: Any) -> list[tuple[str, Any, Any]]:
+def _event_fields(row: Any, id_: Any) -> list[tuple[str, Any, Any]]:
     return [
         ("features", row | None, None),
         ("label", bool | Number | None, None),
         ("event_id", Text | None, None),
         ("time_ms", TimeMs | None, None),
         ("entity", Text | None, None),
-        ("id", Id | None, None),
+        ("id", id_ | None, None),
     ]
 
 

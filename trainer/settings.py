@@ -200,7 +200,7 @@ class Limits(Frozen):
     candidates: int = Field(1024, ge=1)
     events: int = Field(512, ge=1)
     features: int = Field(256, ge=1)
-    string_bytes: int = Field(256, ge=1)
+    string_chars: int = Field(256, ge=1)
     top_k: int = Field(1000, ge=1)
 
 

@@ -131,9 +131,9 @@ def test_a_number_that_is_not_finite_is_refused_in_every_message(number: float) 
 
 
 def test_texts_of_messages_are_limited_too() -> None:
-    messages = Messages(requests(string_bytes=4))
-    batch = EventBatch(count=1, columns=[InputColumn(name="user_id", strings=["äöü"])], labels=bytes(4))
-    with pytest.raises(ServiceError, match="6 bytes, at most 4"):
+    messages = Messages(requests(string_chars=4))
+    batch = EventBatch(count=1, columns=[InputColumn(name="user_id", strings=["äöüéè"])], labels=bytes(4))
+    with pytest.raises(ServiceError, match="5 characters, at most 4"):
         messages.events(PublishEventsRequest(batch=batch), 1)
 
 
