@@ -34,7 +34,7 @@ Int64s = npt.NDArray[np.int64]
 
 def shared_memory() -> Path | None:
     """Where a store lies in service, if this machine has it."""
-    memory = Path("/dev/shm")  # noqa: S108 -- directories in it are made by tempfile
+    memory = Path("/dev/shm")
     return memory if os.access(memory, os.W_OK) else None
 
 

@@ -27,7 +27,7 @@ def running() -> Iterator[Running]:
 def adapted(text: str, running: Running) -> str:
     """The README's ports and paths, replaced by those of the test's own system."""
     ports = text.replace(":8080", f":{running.http_port}").replace(":50051", f":{running.grpc_port}")
-    return ports.replace("/dev/shm/livebed-0-kuairand", str(running.run_dir))
+    return re.sub(r"/dev/shm/livebed-\d+-\w+", str(running.run_dir), ports)
 
 
 def run(kind: str, text: str, running: Running) -> str:
