@@ -17,8 +17,7 @@ from trainer.event_json import MAX_MAGNITUDE, EventParser
 from trainer.event_pb2 import EventBatch as EventBatchMessage
 from trainer.event_pb2 import InputColumn as InputColumnMessage
 from trainer.events import InputColumn, Inputs, RawEvents, Rejection, select
-from trainer.hashing import FIRST_RESERVED, hash_values
-from trainer.probe import EMPTY, REMOVED
+from trainer.hashing import hash_values
 from trainer.schema import Input, Schema
 
 MAX_ENTRY_EVENTS = 65_536  # one entry is one decode; a larger one would hold up the loop
@@ -163,12 +162,11 @@ def _array(name: str, values: bytes, dtype: Any, count: int, default: float | No
 
 
 def _ids(spec: Input, message: InputColumnMessage, count: int) -> npt.NDArray[np.int64]:
-    values: list[Any] = list(message.strings) or list(message.integers)
-    if not values:
+    """Ids as they are, or hashed here. The two reserved ids need no check: everywhere they are no id at all."""
+    if message.ids:
         ids: npt.NDArray[np.int64] = _array(f"{spec.name}.ids", message.ids, np.int64, count, None)
-        if count and ids.view(np.uint64).max() >= FIRST_RESERVED:
-            raise BadEvent("invalid", f"{spec.name}.ids holds a reserved id ({EMPTY} or {REMOVED})")
         return ids
+    values: list[Any] = list(message.strings) or list(message.integers)
     if len(values) != count:
         raise BadEvent("invalid", f"{spec.name} has {len(values)} values, wanted {count}")
     return hash_values(values)

@@ -14,9 +14,10 @@ from trainer.event_pb2 import EventBatch as EventBatchMessage
 from trainer.event_pb2 import InputColumn as InputColumnMessage
 from trainer.events import EventBatch, derive_batch
 from trainer.hashing import MISSING_ID, hash_values
-from trainer.probe import EMPTY
+from trainer.probe import EMPTY, REMOVED
+from trainer.tables import Tables
 
-_, SCHEMA = every_kind()
+SETTINGS, SCHEMA = every_kind()
 PARSER = EventParser(SCHEMA)
 DECODER = EntryDecoder(SCHEMA)
 FULL = {
@@ -172,6 +173,14 @@ def test_a_producer_need_not_hash() -> None:
         {"label": 1, "features": {"user_id": 8, "tags": []}},
     )
     np.testing.assert_array_equal(derive_batch(SCHEMA, raw).features.ids_BC, by_json.features.ids_BC)
+
+
+def test_reserved_ids_are_no_ids_and_take_no_slot() -> None:
+    column = InputColumnMessage(name="user_id", ids=np.array([EMPTY, REMOVED, 5]).tobytes())
+    message = EventBatchMessage(count=3, columns=[column], labels=np.zeros(3, np.float32).tobytes())
+    batch = derive_batch(SCHEMA, DECODER.decode(message.SerializeToString(), 5)[0])
+    slots_BC = Tables(SCHEMA, SETTINGS.model).assign(batch.features, None, 0).slots_BC
+    assert (slots_BC[:, 0] >= 0).tolist() == [False, False, True]
 
 
 @pytest.mark.parametrize(
