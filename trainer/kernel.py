@@ -10,11 +10,15 @@ lies in a directory named by the content of all files that hold kernels: an edit
 
 import hashlib
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from numba import config, njit
+
+# A file with this imports the decorators below, or numba itself.
+HOLDS_KERNELS = re.compile(rb"^from (trainer\.kernel|numba[.\w]*) import |^from trainer import .*kernels", re.MULTILINE)
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -24,7 +28,7 @@ def _cache_directory() -> Path:
     package = Path(__file__).parent
     digest = hashlib.sha256()
     for path in sorted(package.glob("*.py")):
-        if b"numba" in (source := path.read_bytes()) or b"trainer.kernel" in source:
+        if HOLDS_KERNELS.search(source := path.read_bytes()):
             digest.update(source)
     beside = package / "__pycache__"
     writable = os.access(beside if beside.is_dir() else package, os.W_OK)

@@ -87,6 +87,8 @@ class Trainer:
         self._freshness = self.board.histogram("livebed_event_to_visible_seconds")
         self._applied = self.board.counter("livebed_events_applied_total")
         self._gauges_due_s = 0.0
+        self._is_held = False  # whether readers lack what has been learned, since it must not be shown
+        self._held_reasons: set[str] = set()
 
     def run(self, stop: threading.Event) -> None:
         """Publish what was restored, then learn until told to stop; ends with a checkpoint."""
@@ -122,7 +124,7 @@ class Trainer:
                 self._learn(part)  # 2. learned, then 3. visible to readers
         if entries:
             self.place.entry_id = entries[-1][0]  # 4. taken: the next checkpoint says so
-        else:  # all that was acknowledged before this read is visible
+        elif not self._is_held:  # all that was acknowledged before this read is visible
             self.place.watermark_us = max(self.place.watermark_us, read_us)
         self._sweep()
         self.writer.heartbeat(now_us(), self.place.watermark_us)
@@ -168,18 +170,19 @@ class Trainer:
         assignment = self.tables.assign(batch.features, examples_B, int(batch.accepted_us_B[-1]) // US)
         logits_B = self.engine.learn(assignment.slots_BC, batch.features, batch.labels_B)
         self.place.step += int(np.count_nonzero(examples_B))
-        self.place.watermark_us = max(self.place.watermark_us, int(batch.accepted_us_B.max()))
+        watermark_us = max(self.place.watermark_us, int(batch.accepted_us_B.max()))
         report = self.publisher.publish(
             assignment,
             changes,
             self.engine.touched_pairs,
             step=self.place.step,
-            watermark_us=self.place.watermark_us,
+            watermark_us=watermark_us,
         )
         self.place.version = report.version
-        if report.held_dense:
-            self._count_held("dense_not_finite", 1)
-        else:
+        self._is_held = report.held_dense
+        self._count_held("dense_not_finite", int(report.held_dense))
+        if not report.held_dense:
+            self.place.watermark_us = watermark_us
             self._freshness.observe_many((now_us() - batch.accepted_us_B) / US)
         self._applied.inc(len(batch))
         self.metrics.update(batch.labels_B[examples_B], logits_B[examples_B])
@@ -190,8 +193,10 @@ class Trainer:
 
     def _count_held(self, reason: str, count: int) -> None:
         if count:
-            logger.error("held back %d times, readers keep what they had: %s", count, reason)
             self.board.counter("livebed_guard_held_total", reason=reason).inc(count)
+            if reason not in self._held_reasons:  # once: the counter says how often
+                self._held_reasons.add(reason)
+                logger.error("held back, readers keep what they had: %s (livebed_guard_held_total counts)", reason)
 
     def _sweep(self) -> None:
         """Take expired ids out of the tables and the live store, a few at a time."""

@@ -15,6 +15,7 @@ import pytest
 import redis
 
 from tests.unit.worlds import EVERY_KIND
+from trainer import board
 from trainer.broker import Broker
 from trainer.checkpoint import load_latest
 from trainer.errors import StoreUnavailable
@@ -266,3 +267,21 @@ def test_a_log_that_lost_entries_is_never_skipped_in_silence(
     process.start()
     process.wait_for(6)
     assert "going on after" in process.output.read_text()
+
+
+def test_a_learning_rate_that_explodes_never_reaches_a_reader(
+    make: Callable[..., TrainerProcess], log: EventLog
+) -> None:
+    """What is held back does not count as seen: the model that is served says how old it is."""
+    process = make(model__optimizer={"kind": "sgd", "lr": 1e30})
+    process.start()
+    for k in range(40):
+        log.append([{b"json": json.dumps([example(k + j) for j in range(8)]).encode()}])
+    held = "livebed_guard_held_total"
+    until(lambda: board.read(process.settings.metrics_path).value(held, reason="dense_not_finite"), "a publish held")
+    watermark = process.state().watermark_us
+    beat = process.state().heartbeat_us
+    until(lambda: process.state().heartbeat_us > beat + 100_000, "the trainer going on")
+    assert process.state().watermark_us == watermark
+    assert np.isfinite(process.reader.dense()[0]).all()
+    assert "dense_not_finite" in process.output.read_text()
