@@ -5,7 +5,8 @@ for NaN or infinity needs that), `kernel_fast` lets the compiler reorder sums, w
 whole vector unit, `kernel_hot` and `kernel_inner` also leave out numba's reference counts.
 
 Numba's cache looks only at the file of the kernel that is called, not at those whose kernels it inlines. So the cache
-lies in a directory named by the content of all files that hold kernels: an edit or an upgrade never runs an old one.
+lies in a directory named by the content of all files that kernels are made of: an edit or an upgrade never runs an old
+one.
 """
 
 import hashlib
@@ -19,6 +20,7 @@ from numba import config, njit
 
 # A file with this imports the decorators below, or numba itself.
 HOLDS_KERNELS = re.compile(rb"^from (trainer\.kernel|numba[.\w]*) import |^from trainer import .*kernels", re.MULTILINE)
+IMPORTED = re.compile(rb"^from trainer\.(\w+) import ", re.MULTILINE)
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -26,10 +28,11 @@ F = TypeVar("F", bound=Callable[..., object])
 def _cache_directory() -> Path:
     """Beside this file, or in the user's cache where that cannot be written (an installation of root's)."""
     package = Path(__file__).parent
-    digest = hashlib.sha256()
-    for path in sorted(package.glob("*.py")):
-        if HOLDS_KERNELS.search(source := path.read_bytes()):
-            digest.update(source)
+    sources = {path.stem: path.read_bytes() for path in sorted(package.glob("*.py"))}
+    kernels = {name for name, source in sources.items() if HOLDS_KERNELS.search(source)}
+    # Kernels keep the constants that they import, so the files they come from count too.
+    used = {name.decode() for holder in kernels for name in IMPORTED.findall(sources[holder])}
+    digest = hashlib.sha256(b"".join(sources[name] for name in sorted(kernels | used & set(sources))))
     beside = package / "__pycache__"
     writable = os.access(beside if beside.is_dir() else package, os.W_OK)
     root = beside if writable else Path.home() / ".cache" / "livebed"
