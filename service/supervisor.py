@@ -105,11 +105,17 @@ class Supervisor:
 
     def run(self) -> None:
         """Start, tend the children until SIGINT, SIGTERM or `ask_to_stop`, and stop everything in order."""
-        with self.signals(), self:
-            log.info("ready: %s", self.http_url if "service" in self.parts else "the trainer publishes")
-            while not self.wait(TEND_EVERY_S):
-                self.tend()
-            log.info("stopping")
+        with self.signals():
+            try:
+                self.start()
+                log.info("ready: %s", self.http_url if "service" in self.parts else "the trainer publishes")
+                while not self.wait(TEND_EVERY_S):
+                    self.tend()
+                log.info("stopping")
+            except StartCancelledError:
+                log.info("asked to stop before everything was ready")
+            finally:
+                self.stop()
 
     def wait(self, seconds: float) -> bool:
         """Sleep so long, or until asked to stop; True if it was asked."""
