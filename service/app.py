@@ -1,7 +1,8 @@
 """One worker process: its parts, its three listeners on one event loop, and its life from start to drain.
 
-start: 1. handlers are up (everything that needs a model answers `not_ready`)   2. kernels are loaded
-       3. the store is attached, as soon as there is one                        4. ready
+start: 1. the admin listener is up   2. kernels are loaded, the store is attached if there is one   3. HTTP and gRPC
+       are up: a worker that is started again takes no connection from the others before it can answer; without a
+       store, or when loading takes long, they open all the same and say `not_ready`   4. attached: ready
 drain: 1. readiness says no   2. no new connections   3. what is under way is finished   4. the process ends
 """
 
@@ -40,6 +41,7 @@ from trainer.stream import TIMEOUT_S, AsyncEventLog
 ATTACH_EVERY_S = 0.1  # between looks for a store that is not there yet
 WATCH_EVERY_S = 1.0  # between looks at our own health, for gRPC's health service and the age metric
 PING_TIMEOUT_S = 0.5  # a probe that waits longer for the log than its prober waits for it would say nothing
+OPEN_AFTER_S = 5.0  # the longest that a starting worker lets connections wait before it says that it is starting
 NOTICE_S = 0.2  # from saying "not ready" to refusing connections: a load balancer should hear it first
 FINISH_S = 10.0  # what is under way may take so long to finish at the end; the supervisor waits longer
 KEEP_ALIVE_S = 75  # longer than a client's own idle time, so that it is rarely the server that closes
@@ -69,6 +71,7 @@ class Worker:
         self._rpc = RpcServer(self.parts)
         self._listeners = listeners
         self._stop = asyncio.Event()
+        self._loaded = asyncio.Event()  # kernels are there, and the store has been looked for once
 
     def ask_to_stop(self) -> None:
         """Begin the drain; from the event loop's thread."""
@@ -81,12 +84,13 @@ class Worker:
                 asyncio.get_running_loop().add_signal_handler(number, self._stop.set)
         self._board.gauge("livebed_build_info", version=catalogue.package_version()).set(1)
         async with asyncio.TaskGroup() as tasks:  # one that fails takes the others, and the process, with it
-            tasks.create_task(self._http.serve(sockets=[self._listeners.http]))
             tasks.create_task(self._admin.serve(sockets=[self._listeners.admin]))
+            starting = tasks.create_task(self._start())
+            await self._loaded_or_stopped()
+            tasks.create_task(self._http.serve(sockets=[self._listeners.http]))
             serving = self.settings.serving
             self.grpc_port = await self._rpc.start(serving.host, serving.grpc_port)
             watching = tasks.create_task(self._watch())
-            starting = tasks.create_task(self._start())
             await self._stop.wait()
             starting.cancel()
             watching.cancel()
@@ -99,12 +103,20 @@ class Worker:
         await asyncio.to_thread(load_kernels)
         await asyncio.to_thread(self.parts.model.prepare)
         while not self._attached():
+            self._loaded.set()
             await asyncio.sleep(ATTACH_EVERY_S)
+        self._loaded.set()
         logger.info("ready: %s", self.parts.model.canary())
         health.started = True
         # What was made so far stays: the collector need not look at it again in the middle of a request.
         gc.collect()
         gc.freeze()
+
+    async def _loaded_or_stopped(self) -> None:
+        waits = [asyncio.create_task(event.wait()) for event in (self._loaded, self._stop)]
+        await asyncio.wait(waits, timeout=OPEN_AFTER_S, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
 
     def _attached(self) -> bool:
         health = self.parts.health

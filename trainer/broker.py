@@ -18,13 +18,13 @@ import importlib.util
 import os
 import socket
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from trainer.child import bound_to_parent
 from trainer.errors import BrokerError
 
 # sockaddr_un holds 108 bytes on Linux and 104 on macOS, with the closing NUL.
@@ -32,19 +32,6 @@ MAX_SOCKET_PATH_BYTES = 103
 # How long a lock is waited for: a server that was just told to stop needs a moment to let go.
 LOCK_WAIT_S = 2.0
 POLL_S = 0.005
-
-# Runs in the child between fork and exec, in a fresh interpreter: `preexec_fn` is not safe where the
-# parent has threads. The parent may die before the request is in force, hence the look at getppid.
-_EXEC_WITH_PARENT = """
-import os, sys
-if sys.platform == "linux":
-    import ctypes, signal
-    if ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGTERM, 0, 0, 0) != 0:
-        sys.exit("prctl(PR_SET_PDEATHSIG) failed")
-if os.getppid() != int(sys.argv[1]):
-    sys.exit("the parent died first")
-os.execv(sys.argv[2], sys.argv[2:])
-"""
 
 
 class Broker:
@@ -158,11 +145,10 @@ class Broker:
             return lock_fd
 
     def _spawn(self, lock_fd: int) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-I", "-S", "-c", _EXEC_WITH_PARENT, str(os.getpid()), str(server_binary())]
         # A session of its own: Ctrl-C in the terminal reaches us alone, and we decide the order of stopping.
         with self.log_path.open("ab") as log:
             process = subprocess.Popen(  # noqa: S603 -- every argument is ours
-                command + self._arguments(),
+                bound_to_parent([str(server_binary()), *self._arguments()]),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -16,9 +16,9 @@ from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, mo
 from trainer.errors import SettingsError
 
 ENVIRONMENT_PREFIX = "LIVEBED_"
-# Short names that people already have in their environment, and the CLI's own, which is no setting.
+# Short names that people already have in their environment, and the CLI's own, which are no settings.
 ENVIRONMENT_ALIASES = {"REDIS_URL": "STREAM__URL"}
-ENVIRONMENT_IGNORED = frozenset({"CONFIG"})
+ENVIRONMENT_IGNORED = frozenset({"CONFIG", "URL"})
 TIME_INPUT = "$time"  # a feature whose source is this reads the event's own time, in ms since 1970 UTC
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.-]{0,63}$")]
