@@ -208,16 +208,6 @@ class Schema:
         return _int64s(f.id_index for f in self.features)
 
     @cached_property
-    def list_A(self) -> Int64s:
-        """1 where a feature is a list."""
-        return _int64s(int(isinstance(f.spec, ListFeature)) for f in self.features)
-
-    @cached_property
-    def ids_may_repeat(self) -> bool:
-        """Whether one event can name a row twice: a list, or two features over one table."""
-        return bool(self.feature_list_F.any()) or len(set(self.feature_table_F.tolist())) < len(self.id_features)
-
-    @cached_property
     def _x_offsets(self) -> list[int]:
         offsets, at = [], 0
         for feature in self.features:
