@@ -101,7 +101,7 @@ class Trainer:
         try:
             while not stop.is_set():
                 self.step()
-            self.saver.finish(self._capture())
+            self.saver.finish(None if self._is_held else self._capture())
         finally:
             self.writer.close()
             self.log.close()
@@ -128,7 +128,7 @@ class Trainer:
             self.place.watermark_us = max(self.place.watermark_us, read_us)
         self._sweep()
         self.writer.heartbeat(now_us(), self.place.watermark_us)
-        if self.saver.is_due:
+        if self.saver.is_due and not self._is_held:  # what must not be shown must not be begun from either
             self._trim()
             self.saver.start(self._capture())  # 5. a restart begins here
         self._show_gauges()

@@ -36,9 +36,10 @@ class Saver:
         self._due_s = time.monotonic() + self._every_s
         self._running = self._thread.submit(self._save, snapshot)
 
-    def finish(self, snapshot: Snapshot) -> None:
-        """Wait for a save under way, write the last one, and end."""
-        self._thread.submit(self._save, snapshot)
+    def finish(self, snapshot: Snapshot | None) -> None:
+        """Wait for a save under way, write the last one if there is one, and end."""
+        if snapshot is not None:
+            self._thread.submit(self._save, snapshot)
         self._thread.shutdown(wait=True)
 
     def oldest_position(self) -> str | None:

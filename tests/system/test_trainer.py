@@ -285,3 +285,6 @@ def test_a_learning_rate_that_explodes_never_reaches_a_reader(
     assert process.state().watermark_us == watermark
     assert np.isfinite(process.reader.dense()[0]).all()
     assert "dense_not_finite" in process.output.read_text()
+    process.end(signal.SIGTERM)
+    saved = load_latest(process.settings.checkpoint_path).snapshot
+    assert saved is None or np.isfinite(saved.tensors["learner"]["params"]).all()
