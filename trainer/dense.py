@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -148,6 +148,11 @@ class LearnerState:
             pair_z=np.zeros(num_pairs, np.float32),
             pair_n=np.zeros(num_pairs, np.float32),
         )
+
+    @property
+    def arrays(self) -> dict[str, npt.NDArray[Any]]:
+        """Everything but the pairs, by name."""
+        return {"params": self.params, "accumulators": self.accumulators, "offset": self.offset}
 
     def live_dense(self) -> Float32s:
         """What serving needs, P + 1 floats: the parameters, and last the offset."""

@@ -56,6 +56,7 @@ class Table:
     lr: float
     initial_accumulator: float
     eps: float
+    spec: TableSettings  # as configured; its capacity may be none, and `capacity` above is the one in force
 
 
 @dataclass(frozen=True)
@@ -249,6 +250,7 @@ def _table(index: int, name: str, spec: TableSettings) -> Table:
         lr=optimizer.lr,
         initial_accumulator=optimizer.initial_accumulator,
         eps=optimizer.eps,
+        spec=spec,
     )
 
 
@@ -386,7 +388,7 @@ def _layout_hash(settings: Settings) -> int:
     """Hash of what decides where things lie; two processes with equal hashes may share a store."""
     model = settings.model
     parts = {
-        "tables": {n: (t.width, t.capacity, t.budget_bytes) for n, t in settings.tables.items()},
+        "tables": {n: t.width for n, t in settings.tables.items()},  # capacities change while all runs
         "features": {n: f.model_dump(mode="json") for n, f in settings.features.items()},
         "entities": {n: e.model_dump(mode="json") for n, e in settings.entities.items()},
         "model": model.model_dump(mode="json", exclude={"optimizer", "wide_optimizer", "bias_lr", "seed"}),

@@ -31,11 +31,40 @@ class Frozen(BaseModel):
 
 
 class RowOptimizer(Frozen):
-    """Row-wise Adagrad of embedding rows: one accumulator a row (fbgemm's EXACT_ROWWISE_ADAGRAD)."""
+    """Optimizer of embedding rows, one accumulator a row; a slot that changes its owner starts it anew.
 
+    `adagrad`: row-wise (fbgemm's EXACT_ROWWISE_ADAGRAD); every `decay_every` examples accumulators become
+    max(floor, decay * accumulator), so that old gradients are forgotten and the step never dies. `sgd`: no state.
+    `adam`: a moment for each float and one second moment a row (fbgemm's PARTIAL_ROWWISE_ADAM); event engine only.
+    """
+
+    kind: Literal["adagrad", "sgd", "adam"] = "adagrad"
     lr: float = Field(0.1, gt=0)
     initial_accumulator: float = Field(0.03, ge=0)
     eps: float = Field(1e-8, gt=0)
+    decay: float = Field(1.0, gt=0, le=1)
+    decay_every: int = Field(1_000_000, ge=1)
+    floor: float = Field(0.03, ge=0)
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.999, ge=0, lt=1)
+    clip_norm: float | None = Field(None, gt=0)  # longest gradient of a row; a longer one is scaled down to it
+
+
+class AdmissionSettings(Frozen):
+    """Which new ids get a row. Those refused read the table's default row and teach nothing.
+
+    `all`: every id at once. `probability`: at each sighting with this probability, a function of (seed, id, place in
+    the stream). `count`: from its `min_count`-th sighting on, as a count-min sketch remembers them, whose counts halve
+    every `halve_every` sightings (none: ten times the capacity).
+    Above `pressure_from` of the capacity admission tightens: see `trainer.index`.
+    """
+
+    kind: Literal["all", "probability", "count"] = "all"
+    probability: float = Field(0.1, gt=0, le=1)
+    min_count: int = Field(2, ge=1, le=64)
+    sketch_bytes: ByteSize | None = Field(None, ge=64)  # none: four to eight bytes a slot
+    halve_every: int | None = Field(None, ge=1)
+    pressure_from: float = Field(0.9, gt=0, le=1)
 
 
 class TableSettings(Frozen):
@@ -45,6 +74,9 @@ class TableSettings(Frozen):
     capacity: int | None = Field(None, ge=64, lt=2**31)
     budget_bytes: ByteSize | None = None
     init_std: float = Field(0.05, ge=0)
+    admission: AdmissionSettings = AdmissionSettings()
+    eviction: Literal["lru", "lfu"] = "lru"
+    lfu_half_life: int = Field(1_000_000, ge=1)  # rows of the stream after which a count weighs half
     ttl_s: float | None = Field(None, gt=0)
     dtype: Literal["float32"] = "float32"
     optimizer: RowOptimizer = RowOptimizer()
@@ -123,12 +155,21 @@ class LabelSettings(Frozen):
 
 
 class DenseOptimizer(Frozen):
-    """Optimizer of the dense weights, which every event updates."""
+    """Optimizer of the dense weights, which every event updates.
 
-    kind: Literal["adagrad", "sgd"] = "adagrad"
+    During the first `warmup_examples` the learning rate rises in a straight line. `adam` and `adamw` (decoupled
+    `weight_decay`) and `clip_norm` need a pass over all weights for each update.
+    """
+
+    kind: Literal["adagrad", "sgd", "adam", "adamw"] = "adagrad"
     lr: float = Field(0.04, gt=0)
     initial_accumulator: float = Field(0.01, ge=0)
     eps: float = Field(1e-8, gt=0)
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.999, ge=0, lt=1)
+    weight_decay: float = Field(0.0, ge=0)
+    warmup_examples: int = Field(0, ge=0)
+    clip_norm: float | None = Field(None, gt=0)  # longest gradient of all dense weights together, in one update
 
 
 class WideSettings(Frozen):
@@ -175,6 +216,8 @@ class StreamSettings(Frozen):
     key: str = "livebed:events"
     max_batch: int = Field(256, ge=1, le=8192)
     linger_ms: float = Field(0.0, ge=0, le=1000)
+    # An event whose id was seen among the last so many events with an id is learned once; 0 learns every event.
+    dedup_window: int = Field(262_144, ge=0, le=2**27)
     # What to do when the log no longer holds what comes after the checkpoint: end with an error, or say so and go on.
     on_gap: Literal["stop", "continue"] = "stop"
 
@@ -184,6 +227,28 @@ class CheckpointSettings(Frozen):
 
     every_s: float = Field(30.0, gt=0)
     keep: int = Field(3, ge=1)
+
+
+class GuardSettings(Frozen):
+    """What must not become visible, and what then happens. A limit of none is not looked at.
+
+    A step is held when a number in it is not finite, a touched row's or its gradient's norm is past its limit, the
+    mean loss of the last `loss_window` events is `max_loss_ratio` times that of the windows before, or the mean
+    prediction of the last `calibration_window` events over their mean label is past `max_calibration_ratio` (or below
+    its inverse).
+    `on_hold: rewind` goes back to the newest checkpoint and learns from there without the events of the held step, at
+    most `max_rewinds` times between two checkpoints; `hold` trains on and shows nothing until released.
+    """
+
+    on_hold: Literal["rewind", "hold"] = "rewind"
+    max_rewinds: int = Field(3, ge=0)
+    max_row_norm: float | None = Field(1e3, gt=0)
+    max_gradient_norm: float | None = Field(1e3, gt=0)
+    loss_window: int = Field(1024, ge=64, le=2**20)
+    max_loss_ratio: float | None = Field(4.0, gt=1)
+    calibration_window: int = Field(8192, ge=64, le=2**20)
+    max_calibration_ratio: float | None = Field(8.0, gt=1)
+    keep: int = Field(20, ge=1)  # held steps kept on disk, with their events
 
 
 class StoreSettings(Frozen):
@@ -240,6 +305,9 @@ class Settings(Frozen):
     engine: Literal["auto", "event", "torchrec"] = "auto"
     model: ModelSettings = ModelSettings()
     stream: StreamSettings = StreamSettings()
+    guard: GuardSettings = GuardSettings()
+    # Cut batches by the log alone and take all times from it, so that a run is a function of the log, bit for bit.
+    deterministic: bool = False
     store: StoreSettings = StoreSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     serving: ServingSettings = ServingSettings()

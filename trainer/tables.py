@@ -8,8 +8,9 @@ Legend: G all slots, T tables, B rows of a batch, C id columns, K slots touched,
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +27,7 @@ Float32s = npt.NDArray[np.float32]
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 SIXTEEN = np.uint64(0xFFFF)
+SLOT_ARRAYS = ("stamps", "seen_s", "counts", "accumulators", "wide_z", "wide_n")
 # Standard deviation of the sum of four uniform integers 0..65535.
 SUM_STD = math.sqrt(4 * (65536**2 - 1) / 12)
 
@@ -86,6 +88,7 @@ def reset_rows(  # noqa: PLR0917 -- kernels take arrays one by one: numba unpack
     salt_T: Int64s,
     init_T2: Float32s,
     weights: Float32s,
+    moments: Float32s,
     accumulators_G: Float32s,
     wide_z_G: Float32s,
     wide_n_G: Float32s,
@@ -112,6 +115,8 @@ def reset_rows(  # noqa: PLR0917 -- kernels take arrays one by one: numba unpack
             low = (bits & SIXTEEN) + ((bits >> np.uint64(16)) & SIXTEEN)
             high = ((bits >> np.uint64(32)) & SIXTEEN) + (bits >> np.uint64(48))
             row[k] = scale * np.float32(np.int64(low + high) - 131070)
+        if moments.shape[0] > 0:
+            moments[start : start + width] = 0
         accumulators_G[slot] = init_T2[t, 1]
         wide_z_G[slot] = np.float32(0)
         wide_n_G[slot] = np.float32(0)
@@ -146,6 +151,8 @@ class Tables:
         self.seen_s = np.zeros(num_slots, np.uint32)
         self.counts = np.zeros(num_slots, np.uint32)
         self.weights = np.zeros(sum(c * d for c, d in zip(capacities, widths, strict=True)), np.float32)
+        needs_moments = any(table.spec.optimizer.kind == "adam" for table in schema.tables)
+        self.moments = np.zeros(len(self.weights) if needs_moments else 0, np.float32)  # Adam's first ones
         self.accumulators = np.zeros(num_slots, np.float32)
         self.wide_z = np.zeros(num_slots, np.float32)
         self.wide_n = np.zeros(num_slots, np.float32)
@@ -161,7 +168,7 @@ class Tables:
     @property
     def num_bytes(self) -> int:
         """Bytes of all arrays, fixed at construction."""
-        state = (self.accumulators, self.wide_z, self.wide_n, self.weights)
+        state = (self.accumulators, self.wide_z, self.wide_n, self.weights, self.moments)
         return sum(array.nbytes for array in (self.keys, self.stamps, self.seen_s, self.counts, *state))
 
     def assign(self, features: HasIds, examples_B: npt.NDArray[np.bool_] | None, now_s: int) -> Assignment:
@@ -235,6 +242,25 @@ class Tables:
             left -= step
         return removed_N[:count]
 
+    @property
+    def slot_arrays(self) -> dict[str, npt.NDArray[Any]]:
+        """What is kept of each slot beside its key and row, by name, [G]; empty where the settings need it not."""
+        return {name: getattr(self, name) for name in SLOT_ARRAYS}
+
+    def row_arrays(self, table: int) -> dict[str, Float32s]:
+        """What is kept of each float of a table's rows, by name, [capacity, D]: views."""
+        arrays = {"rows": self.rows(table)}
+        return arrays | ({"moments": self._by_row(self.moments, table)} if len(self.moments) else {})
+
+    @property
+    def scalars(self) -> dict[str, int]:
+        """The numbers that, with all arrays, are the whole state; `load_scalars` puts them back."""
+        return {"clock": self.clock, "sweep_position": self.sweep_position}
+
+    def load_scalars(self, saved: Mapping[str, int]) -> None:
+        """Continue where `scalars` was taken."""
+        self.clock, self.sweep_position = saved["clock"], saved["sweep_position"]
+
     def num_rows(self, table: int) -> int:
         """Number of ids that a table holds."""
         return int(self.num_rows_T[table])
@@ -261,8 +287,11 @@ class Tables:
 
     def rows(self, table: int) -> Float32s:
         """The rows of a table by local slot, [capacity, D]: a view."""
+        return self._by_row(self.weights, table)
+
+    def _by_row(self, flat: Float32s, table: int) -> Float32s:
         start, width, capacity = (int(a[table]) for a in (self.weight_base_T, self.width_T, self.capacity_T))
-        return self.weights[start : start + capacity * width].reshape(capacity, width)
+        return flat[start : start + capacity * width].reshape(capacity, width)
 
     def _sweep_from(self, with_ttl: Int64s) -> tuple[int, int]:
         """Table and local slot at which the sweep stands."""
@@ -274,7 +303,7 @@ class Tables:
     def _reset(self, assignment: Assignment) -> None:
         reset_rows(
             assignment.touched_K, assignment.touched_table_K, assignment.fresh_K, self.keys, self._layout_T3,
-            self._salt_T, self._init_T2, self.weights, self.accumulators, self.wide_z, self.wide_n,
+            self._salt_T, self._init_T2, self.weights, self.moments, self.accumulators, self.wide_z, self.wide_n,
         )  # fmt: skip
 
 
