@@ -8,6 +8,8 @@
     |- CheckpointError           a checkpoint cannot be written, or fails its checks
     |- UnsupportedByEventEngine  the model asks for what the kernel does not do, named
     |- BrokerError               the embedded broker cannot start
+    |- ControlUnavailable        no trainer answers on the run directory's control socket
+    |- ControlRefused            the trainer will not do what it was asked: a short code and a sentence
     `- LogError
        |- LogUnavailable         no answer from the broker in time: try again later
        |- LogFull                the broker refuses writes: out of memory or disk
@@ -77,6 +79,24 @@ class UnsupportedByEventEngine(LivebedError):
 
 class BrokerError(LivebedError):
     """The embedded broker did not start; the sentence says why and what to do."""
+
+
+class ControlUnavailable(LivebedError):
+    """No trainer runs on that run directory, or it did not answer in time."""
+
+
+class ControlRefused(LivebedError):
+    """The trainer was asked for something it cannot do now."""
+
+    def __init__(self, code: str, detail: str) -> None:
+        """Take the code for machines and the sentence for people."""
+        super().__init__(code, detail)
+        self.code = code
+        self.detail = detail
+
+    def __str__(self) -> str:
+        """One line for a terminal or a log."""
+        return self.detail
 
 
 class LogError(LivebedError):
