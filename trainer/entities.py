@@ -141,7 +141,7 @@ def apply_batch(
                 if key in (EMPTY, REMOVED):
                     continue
                 # Records are copied at once, so even a slot used a row ago may be taken.
-                slot, is_new = index.place(keys_G, stamps_G, seen_s_G, base, capacity, home_slot(key, capacity), key)
+                slot, is_new = index.place(keys_G, stamps_G, base, capacity, home_slot(key, capacity), key)
                 at = entities_E8[e, WORD_BASE] + (slot - base) * words
                 if is_new:
                     counts_G[slot] = 0
@@ -291,10 +291,21 @@ class Entities:
         index.find_ids(self.keys, base, capacity, ids_N, slots_N)
         return np.where(slots_N < 0, -1, slots_N - base)
 
+    def remove(self, entity: int, ids_N: Int64s) -> Int64s:
+        """Forget ids: nothing of their records stays. The global slots freed, to be given to the publisher."""
+        base, capacity = self.layout.entities_E8[entity, [SLOT_BASE, CAPACITY]].tolist()
+        removed_N = np.empty(len(ids_N), np.int64)
+        removed_N = removed_N[: index.remove_ids(self.keys, base, capacity, ids_N, removed_N)]
+        for array in (self.stamps, self.seen_s, self.counts):
+            array[removed_N] = 0
+        self.records(entity)[removed_N - base] = 0
+        return removed_N
+
     def occupied(self, entity: int) -> Int64s:
         """Local slots that hold an id, ascending."""
         base, capacity = self.layout.entities_E8[entity, [SLOT_BASE, CAPACITY]].tolist()
-        return np.flatnonzero(self.keys[base : base + capacity] != EMPTY)
+        keys = self.keys[base : base + capacity]
+        return np.flatnonzero((keys != EMPTY) & (keys != REMOVED))
 
     def records(self, entity: int) -> UInt32s:
         """Records of one entity by local slot, [capacity, W]: a view."""

@@ -52,7 +52,7 @@ Place = tuple[int, int, int, int, int, int, int]
 CAPACITY, WINDOW_SLOTS, TAGS, RECORDS, STRIDE, META, WORDS = range(7)  # fields of a descriptor
 SEQ, ROW, META_WORDS = 2, 3, 2  # where a record's seqlock and row lie in it, and the size of its end; in uint32
 
-UNKNOWN, LEARNED, DEFAULT = 0, 1, 2  # status of a row; DEFAULT (not admitted, a table's default row) is never set here
+UNKNOWN, LEARNED, DEFAULT = 0, 1, 2  # status of a row; DEFAULT is never set here: see `publish.missing_status`
 _OTHER, _BUSY = -1, -2  # a slot that holds another id; one whose writer is at work
 
 # A write holds a slot for about 100 ns. Tight spins cover that; yields cover a writer that lost its core; past them the
@@ -259,13 +259,24 @@ def put_records(
 
 @kernel
 def remove_records(u32: Uint32s, descriptor_7: Int64s, slots_N: Int64s) -> bool:
-    """Free slots: readers of these ids miss from here on. False, and nothing done, if a slot is out of range."""
+    """Free slots and blank their records: readers of these ids miss from here on, and nothing of them stays in memory.
+
+    False, and nothing done, if a slot is out of range.
+    """
     base, place = address_of(u32), unpack(descriptor_7)
     for i in range(slots_N.shape[0]):
         if slots_N[i] < 0 or slots_N[i] >= place[CAPACITY]:
             return False
     for i in range(slots_N.shape[0]):
         store_tag(base, place, slots_N[i], np.uint8(0))
+        record = record_at(base, place, slots_N[i])
+        odd = load_u32(record + 4 * SEQ) | 1
+        store_u32(record + 4 * SEQ, odd)
+        fence_release()
+        store_i64(record, EMPTY)
+        for w in range(ROW, place[META] + META_WORDS):
+            store_u32(record + 4 * w, 0)
+        store_u32_release(record + 4 * SEQ, odd + 1)
     return True
 
 

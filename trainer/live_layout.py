@@ -89,18 +89,34 @@ class Places:
         at = HEADER_BYTES // 8
         descriptors_S7 = np.zeros((len(layout.sections), 7), np.int64)
         for s, section in enumerate(layout.sections):
-            tags, window = at, min(WINDOW, section.capacity)
-            at = _page_up(at + (section.capacity + LANES) // 8 + 1)
-            stride = ROW + section.words + META_WORDS
-            stride += stride % 2  # keys are int64
+            tags, window, stride = at, min(WINDOW, section.capacity), _stride(section)
+            at += _tag_words(section)
             descriptors_S7[s] = section.capacity, window, 8 * tags, 2 * at, stride, ROW + section.words, section.words
-            at = _page_up(at + section.capacity * stride // 2)
+            at += _record_words(section)
         descriptors_S7.setflags(write=False)
         pairs, pair_slots = at, (layout.pair_slots - shard + layout.num_shards - 1) // layout.num_shards
         dense = _page_up(pairs + (pair_slots + 1) // 2)
         dense_words = (layout.dense_size + 1) // 2 if shard == 0 else 0
         num_bytes = 8 * _page_up(dense + 2 * dense_words)
         return cls(descriptors_S7, 2 * pairs, pair_slots, dense, dense_words, num_bytes)
+
+
+def section_bytes(section: Section) -> int:
+    """What a section takes of each shard's file: tags and records, each to the end of a page."""
+    return 8 * (_tag_words(section) + _record_words(section))
+
+
+def _stride(section: Section) -> int:
+    stride = ROW + section.words + META_WORDS
+    return stride + stride % 2  # keys are int64
+
+
+def _tag_words(section: Section) -> int:
+    return _page_up((section.capacity + LANES) // 8 + 1)
+
+
+def _record_words(section: Section) -> int:
+    return _page_up(section.capacity * _stride(section) // 2)
 
 
 def _page_up(words: int) -> int:

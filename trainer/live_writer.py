@@ -60,6 +60,16 @@ class Writer:
             os.close(lock)
             raise
 
+    def succeed(self, layout: Layout) -> "Writer":
+        """The next generation, empty and not yet visible; this writer's own stays readable and is written no more.
+
+        Raises StoreUnavailable if there is no room beside the old one, which then goes on being written.
+        """
+        generation = 1 + max(_newest_generation(self._directory, self.shard, layout.num_shards), self.generation)
+        successor = type(self)(self._directory, layout, shard=self.shard, lock=self._lock, generation=generation)
+        self._lock = -1
+        return successor
+
     def _fill_header(self) -> None:
         header = {
             at.MAGIC_AT: at.MAGIC,

@@ -20,7 +20,8 @@ import numpy as np
 from trainer.dense import DenseLayout, LearnerState, num_pair_slots
 from trainer.entities import SLOT_BASE, Entities, EntityChanges
 from trainer.index import Int64s, UInt8s
-from trainer.live import Layout, Section, Writer
+from trainer.live import DEFAULT, UNKNOWN, Layout, Section, Writer
+from trainer.probe import REMOVED
 from trainer.publish_kernels import clear_marks, gather_pairs, gather_rows, mark_slots
 from trainer.schema import Entity, Schema, Table
 from trainer.settings import ModelSettings, Settings
@@ -32,6 +33,15 @@ CHUNK = 4096  # rows gathered before they are put: large enough that calls cost 
 def row_section(table: Table) -> str:
     """Name of a table's section in the live store."""
     return f"table/{table.name}"
+
+
+def missing_status(table: Table) -> int:
+    """What to say of an id that a table's section does not hold; it reads the table's default row, zeros.
+
+    UNKNOWN where every id gets a row: this one was never seen, or is gone (evicted, expired, forgotten). DEFAULT where
+    not all are admitted: it may have been seen all the same, and readers cannot tell; `Tables.sketch_estimate` can.
+    """
+    return UNKNOWN if table.spec.admission.kind == "all" else DEFAULT
 
 
 def entity_section(entity: Entity) -> str:
@@ -134,6 +144,11 @@ class Publisher:
         self._rows.mark(slots_N, tables_N, np.zeros(len(slots_N), np.uint8))
         return self._publish(step, watermark_us)
 
+    def remove_records(self, records: EntityChanges, *, step: int, watermark_us: int) -> PublishReport:
+        """Take out what `Entities.remove` freed."""
+        self._records.mark(records.slots_K, records.entities_K, np.zeros(len(records.slots_K), np.uint8))
+        return self._publish(step, watermark_us)
+
     def publish_all(self, *, step: int, watermark_us: int) -> PublishReport:
         """Fill a new generation with everything there is, before it is activated."""
         for table in self._schema.tables:
@@ -196,7 +211,11 @@ class Publisher:
         entities = self._entities
         base, records = int(entities.layout.entities_E8[entity.index, SLOT_BASE]), entities.records(entity.index)
         count = 0
-        for slots_N in self._records.chunks(entity.index):
+        for changed_N in self._records.chunks(entity.index):
+            freed = entities.keys[changed_N] == REMOVED
+            if freed.any():
+                self._writer.remove(entity_section(entity), changed_N[freed] - base)
+            slots_N = changed_N[~freed] if freed.any() else changed_N
             local_N = slots_N - base
             self._writer.put(
                 entity_section(entity), local_N, entities.keys[slots_N], records[local_N], entities.seen_s[slots_N],

@@ -74,10 +74,11 @@ def gather_rows(
 ) -> None:
     """Copy one table's slots to the first PUT places of the N arrays: row, then wide weight, as bits.
 
-    `wide_NW` is the same memory as `words_NW`. Slots without an id, and rows that are not finite in slots that changed
-    their owner, go to `taken_out_N` as local slots; other rows that are not finite are only counted (HELD counts both).
+    `wide_NW` is the same memory as `words_NW`; the wide weight is 0 where the wide arrays are empty. Slots without an
+    id, and rows that are not finite in slots that changed their owner, go to `taken_out_N` as local slots; other rows
+    that are not finite are only counted (HELD counts both).
     """
-    width = words_NW.shape[1] - 1
+    width, wide = words_NW.shape[1] - 1, wide_z_G.shape[0] > 0
     weights_at, keys_at = address_of(weights), address_of(keys_G)
     wide_z_at, wide_n_at = address_of(wide_z_G), address_of(wide_n_G)
     seen_at, counts_at = address_of(seen_s_G), address_of(counts_G)
@@ -90,8 +91,9 @@ def gather_rows(
                 prefetch(at)
             prefetch(row_at + 4 * width - 1)
             prefetch(keys_at + 8 * ahead)
-            prefetch(wide_z_at + 4 * ahead)
-            prefetch(wide_n_at + 4 * ahead)
+            if wide:
+                prefetch(wide_z_at + 4 * ahead)
+                prefetch(wide_n_at + 4 * ahead)
             prefetch(seen_at + 4 * ahead)
             prefetch(counts_at + 4 * ahead)
         slot = slots_N[i]
@@ -103,11 +105,12 @@ def gather_rows(
         start = weight_base + (slot - base) * width
         source = weights[start : start + width]
         target = words_NW[num_put]
-        unsafe = not (np.isfinite(wide_z_G[slot]) and np.isfinite(wide_n_G[slot]))
+        unsafe = wide and not (np.isfinite(wide_z_G[slot]) and np.isfinite(wide_n_G[slot]))
         for k in range(width):
             target[k] = source[k]
             unsafe |= (source[k] & EXPONENT) == EXPONENT
-        if not unsafe:
+        wide_NW[num_put, width] = np.float32(0)
+        if wide and not unsafe:
             wide_NW[num_put, width] = ftrl_weight(
                 wide_z_G[slot], wide_n_G[slot], ftrl_4[0], ftrl_4[1], ftrl_4[2], ftrl_4[3]
             )

@@ -8,8 +8,8 @@ Several features may read one input; an input that no feature reads is unknown, 
 """
 
 import json
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from trainer.budget import Costs, capacity_for, check_capacity, sketch_lines, table_bytes, training_bytes
 from trainer.errors import SettingsError
 from trainer.settings import (
     TIME_INPUT,
@@ -32,15 +33,8 @@ Int64s = npt.NDArray[np.int64]
 InputKind = Literal["id", "ids", "number", "vector"]
 
 DEFAULT_CAPACITY = 100_000
-# Bytes that one id costs beside its vector, in training (key, stamp, seen, count, accumulator, wide z and n)
-# and in the live store (key, sequence, seen, count, wide weight).
-TRAINING_OVERHEAD_BYTES = 8 + 8 + 4 + 4 + 4 + 4 + 4
-LIVE_OVERHEAD_BYTES = 8 + 4 + 4 + 4 + 4
-
-
-def bytes_per_row(width: int) -> int:
-    """Memory that one id of a table costs in all: its row in training, its copy in the live store, the indices."""
-    return 2 * 4 * width + TRAINING_OVERHEAD_BYTES + LIVE_OVERHEAD_BYTES
+# A sketch that is not told when to halve does so after a sighting for every four counters: see trainer/README.md.
+SIGHTINGS_A_LINE = 16
 
 
 @dataclass(frozen=True)
@@ -57,6 +51,10 @@ class Table:
     initial_accumulator: float
     eps: float
     spec: TableSettings  # as configured; its capacity may be none, and `capacity` above is the one in force
+    sketch_lines: int  # of count admission, 0 without
+    halve_every: int  # sightings after which the sketch's counters are halved
+    training_bytes: int  # rows, optimizer state, index and sketch
+    num_bytes: int  # all that and the copy that readers see: what `budget_bytes` bounds
 
 
 @dataclass(frozen=True)
@@ -115,11 +113,16 @@ class Schema:
     x_width: int
     label_threshold: float | None
     layout_hash: int
+    costs: Costs
 
     @classmethod
     def from_settings(cls, settings: Settings) -> "Schema":
         """Compile and cross-check; raises SettingsError naming the field."""
-        tables = tuple(_table(index, name, spec) for index, (name, spec) in enumerate(settings.tables.items()))
+        costs = Costs.of(settings)
+        tables = tuple(
+            _table(index, name, spec, _capacity(name, spec, costs), costs)
+            for index, (name, spec) in enumerate(settings.tables.items())
+        )
         features = _features(settings, {table.name: table.index for table in tables})
         id_columns = sum(f.span for f in features if f.is_id)
         schema = cls(
@@ -133,9 +136,27 @@ class Schema:
             x_width=sum(tables[_table_of(settings, f)].width if f.is_id else f.span for f in features),
             label_threshold=settings.label.threshold,
             layout_hash=_layout_hash(settings),
+            costs=costs,
         )
         _check_used(schema)
         return schema
+
+    def with_capacities(self, capacities: Mapping[str, int]) -> "Schema":
+        """The same schema with other numbers of rows for the tables named.
+
+        Raises SettingsError if there is no such table, or its budget does not pay for so many.
+        """
+        for name, capacity in capacities.items():
+            known = self.table(name)
+            if known is None:
+                names = ", ".join(table.name for table in self.tables)
+                raise SettingsError(f"tables.{name}", got=name, wanted=f"one of the tables {names}")
+            check_capacity(name, known.spec, capacity, self.costs)
+        tables = tuple(
+            _table(table.index, table.name, table.spec, capacities.get(table.name, table.capacity), self.costs)
+            for table in self.tables
+        )
+        return replace(self, tables=tables)
 
     @cached_property
     def id_features(self) -> tuple[Feature, ...]:
@@ -229,17 +250,12 @@ def _int64s(values: Iterable[int]) -> Int64s:
     return np.array(list(values), np.int64)
 
 
-def _table(index: int, name: str, spec: TableSettings) -> Table:
-    capacity = spec.capacity or DEFAULT_CAPACITY
-    if spec.budget_bytes is not None:
-        capacity = int(spec.budget_bytes) // bytes_per_row(spec.width)
-        if not 64 <= capacity < 2**31:
-            raise SettingsError(
-                f"tables.{name}.budget_bytes",
-                got=int(spec.budget_bytes),
-                wanted=f"room for 64 to 2^31 rows of {bytes_per_row(spec.width)} bytes",
-            )
-    optimizer = spec.optimizer
+def _capacity(name: str, spec: TableSettings, costs: Costs) -> int:
+    return capacity_for(name, spec, costs) if spec.budget_bytes is not None else spec.capacity or DEFAULT_CAPACITY
+
+
+def _table(index: int, name: str, spec: TableSettings, capacity: int, costs: Costs) -> Table:
+    optimizer, lines = spec.optimizer, sketch_lines(spec.admission, capacity)
     return Table(
         name=name,
         index=index,
@@ -248,9 +264,13 @@ def _table(index: int, name: str, spec: TableSettings) -> Table:
         init_std=spec.init_std,
         ttl_s=spec.ttl_s,
         lr=optimizer.lr,
-        initial_accumulator=optimizer.initial_accumulator,
+        initial_accumulator=optimizer.initial_accumulator if optimizer.kind == "adagrad" else 0.0,
         eps=optimizer.eps,
         spec=spec,
+        sketch_lines=lines,
+        halve_every=spec.admission.halve_every or max(1, SIGHTINGS_A_LINE * lines),
+        training_bytes=training_bytes(spec, capacity, costs),
+        num_bytes=table_bytes(spec, capacity, costs),
     )
 
 

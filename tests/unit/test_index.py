@@ -1,27 +1,34 @@
-"""The id index against a dict, in a small table where windows overflow all the time."""
+"""The id index against plain dicts, in a small table where windows overflow all the time."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from tests.unit.index_model import IndexModel
 from trainer import index
+from trainer.budget import PUBLISH_BYTES, capacity_for, live_bytes
+from trainer.errors import SettingsError
 from trainer.index import Int64s
 from trainer.probe import EMPTY, REMOVED, WINDOW, home_slot
 from trainer.schema import Schema
 from trainer.settings import Settings
+from trainer.sketch import LINE
 from trainer.tables import Assignment, Ids, Tables
 
 CAPACITY = 80  # over two windows, so that some windows wrap around
 TTL_S = 50
+BUDGET = 12_400  # some 75 to 100 rows
 
 
-def make_tables(ttl_s: float | None = None, capacity: int = CAPACITY) -> Tables:
+def make_tables(ttl_s: float | None = None, capacity: int | None = CAPACITY, **table: Any) -> Tables:
     settings = Settings.model_validate(
         {
-            "tables": {"a": {"capacity": capacity, "width": 2, "ttl_s": ttl_s}},
+            "tables": {"a": {"capacity": capacity, "width": 2, "ttl_s": ttl_s, **table}},
             "features": {"a": {"kind": "categorical"}},
         }
     )
@@ -43,46 +50,56 @@ def ids_at_home(slot: int, count: int, capacity: int = CAPACITY) -> list[int]:
     return found
 
 
+POLICIES = st.fixed_dictionaries(
+    {
+        "ttl_s": st.sampled_from([None, TTL_S]),
+        "eviction": st.sampled_from(["lru", "lfu"]),
+        "lfu_half_life": st.sampled_from([7, 100]),
+        "admission": st.one_of(
+            st.just({"kind": "all"}),
+            st.just({"kind": "probability", "probability": 0.6, "pressure_from": 0.5}),
+            st.fixed_dictionaries(
+                {
+                    "kind": st.just("count"),
+                    "min_count": st.integers(1, 3),
+                    "pressure_from": st.sampled_from([0.5, 1.0]),
+                    "sketch_bytes": st.sampled_from([64, 1024]),
+                    "halve_every": st.sampled_from([40, 1000]),
+                }
+            ),
+        ),
+    }
+)
+IDS = st.integers(0, 250)
+
+
 class IndexMachine(RuleBasedStateMachine):
-    """`last`: for each id that the model believes is held, (row of last use, time of last use)."""
+    """Whatever is done to a table with a budget, it does what the model does, and costs no byte more than it may."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.tables = make_tables(TTL_S)
-        self.last: dict[int, tuple[int, int]] = {}
+    @initialize(policies=POLICIES, clock=st.sampled_from([1, index.LAST_STAMP - 90]))
+    def begin(self, policies: dict[str, Any], clock: int) -> None:
+        self.tables = make_tables(capacity=None, budget_bytes=BUDGET, **policies)
+        self.tables.clock = clock
         self.now_s = 1000
-        self.row = 0
+        salt, grace = self.tables._policies_TP[0, [index.SALT, index.GRACE]].tolist()
+        self.model = IndexModel(self.tables.schema.tables[0], salt=salt, grace=grace, clock=clock)
 
-    @rule(ids=st.lists(st.integers(0, 300), min_size=1, max_size=60))
+    @rule(ids=st.lists(IDS, min_size=1, max_size=80))
     def assign(self, ids: list[int]) -> None:
-        slot_before = dict(zip(self.last, self.find(self.last), strict=True))
-        first_row = self.row
-        outcome = assign(self.tables, ids, self.now_s)
-        evicted = set(zip(outcome.evicted_ids_E.tolist(), outcome.evicted_slots_E.tolist(), strict=True))
-        for id_, slot in evicted:
-            assert slot_before[id_] == slot, "only what was held can be evicted, from where it was"
-        for id_, _ in evicted:
-            assert self.last.pop(id_)[0] < first_row, "an id used in this batch was evicted by it"
-        for id_, slot in zip(ids, outcome.slots_BC[:, 0].tolist(), strict=True):
-            if slot >= 0:
-                assert self.tables.keys[slot] == id_
-                self.last[id_] = (self.row, self.now_s)
-            self.row += 1
-        placed = {slot for slot in outcome.slots_BC[:, 0].tolist() if slot >= 0}
-        assert set(outcome.touched_K.tolist()) == placed
-        assert len(outcome.touched_K) == len(placed)
-        assert outcome.num_unplaced == int((outcome.slots_BC < 0).sum())
-        fresh = {int(s) for s, f in zip(outcome.touched_K, outcome.fresh_K, strict=True) if f}
-        kept = {s for i, s in slot_before.items() if s in placed and (i, s) not in evicted}
-        assert fresh == placed - kept, "a slot is fresh exactly when its id was not held before"
+        got, wanted = assign(self.tables, ids, self.now_s), self.model.assign(ids, self.now_s)
+        assert got.slots_BC[:, 0].tolist() == wanted.slots
+        assert got.touched_K.tolist() == wanted.touched
+        assert got.fresh_K.tolist() == wanted.fresh
+        evicted = (got.evicted_ids_E.tolist(), got.evicted_slots_E.tolist(), got.evicted_reason_E.tolist())
+        assert list(zip(*evicted, strict=True)) == wanted.evicted
+        assert (got.num_unplaced, got.num_refused) == (wanted.unplaced, wanted.refused)
+        assert got.num_new == sum(wanted.fresh)
 
-    @rule(ids=st.lists(st.integers(0, 300), max_size=20, unique=True))
-    def remove(self, ids: list[int]) -> None:
-        slots = self.find(ids)
-        removed = self.tables.remove(0, np.array(ids, np.int64))
-        assert removed.tolist() == [slot for slot in slots if slot >= 0]
-        for id_ in ids:
-            self.last.pop(id_, None)
+    @rule(ids=st.lists(IDS, max_size=20, unique=True))
+    def forget(self, ids: list[int]) -> None:
+        assert self.tables.remove(0, np.array(ids, np.int64)).tolist() == self.model.remove(ids)
+        assert all(self.tables.row_of(0, id_) is None for id_ in ids)
+        assert not any(self.tables.sketch_estimate(0, id_) for id_ in ids)
 
     @rule(seconds=st.integers(1, 40))
     def wait(self, seconds: int) -> None:
@@ -90,34 +107,68 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(max_slots=st.integers(1, 2 * CAPACITY))
     def expire(self, max_slots: int) -> None:
-        slots = dict(zip(self.find(self.last), self.last, strict=True))
-        for slot in self.tables.expire(self.now_s, max_slots).tolist():
-            _, seen_s = self.last.pop(slots[slot])
-            assert self.now_s - seen_s > TTL_S
-        if max_slots >= CAPACITY:
-            assert all(self.now_s - seen_s <= TTL_S for _, seen_s in self.last.values())
+        first, capacity = self.tables.sweep_position, self.model.table.capacity
+        slots = [(first + step) % capacity for step in range(min(max_slots, capacity))]
+        assert self.tables.expire(self.now_s, max_slots).tolist() == self.model.expire(slots, self.now_s)
 
-    def find(self, ids: Iterable[int]) -> list[int]:
-        return [int(slot) for slot in self.tables.find(0, np.array(list(ids), np.int64))]
+    @rule(share=st.floats(0, 1))
+    def resize(self, share: float) -> None:
+        capacity = int(64 + share * (capacity_for("a", self.model.table.spec, self.tables.schema.costs) - 64))
+        before, estimates = len(self.model.held), [self.tables.sketch_estimate(0, id_) for id_ in range(251)]
+        self.tables, dropped = self.tables.resized(0, capacity)
+        table = self.tables.schema.tables[0]
+        self.model = self.model.resized(table, grace=int(self.tables._policies_TP[0, index.GRACE]))
+        assert dropped == before - len(self.model.held)
+        assert all(now is None or now >= (was or 0) for now, was in zip(self.estimates(), estimates, strict=True))
+
+    @rule(more=st.integers(1, 1000))
+    def grow_past_the_budget(self, more: int) -> None:
+        spec, costs = self.model.table.spec, self.tables.schema.costs
+        most = capacity_for("a", spec, costs)
+        with pytest.raises(SettingsError, match=r"tables\.a\.capacity"):
+            self.tables.resized(0, most + more)
+
+    @rule()
+    def restart(self) -> None:
+        """From arrays and numbers alone, as a checkpoint does."""
+        old, capacity = self.tables, self.model.table.capacity
+        self.tables = make_tables(capacity=None, budget_bytes=BUDGET, **old.schema.tables[0].spec.model_dump(
+            include={"ttl_s", "eviction", "lfu_half_life", "admission"}, mode="json"
+        )).resized(0, capacity)[0]  # fmt: skip
+        self.tables.keys[:] = old.keys
+        for name, array in old.slot_arrays.items():
+            self.tables.slot_arrays[name][:] = array
+        self.tables.rows(0)[:] = old.rows(0)
+        self.tables.sketch(0)[:] = old.sketch(0)
+        self.tables.load_scalars(dict(old.scalars))
+
+    def estimates(self) -> list[int | None]:
+        return [self.tables.sketch_estimate(0, id_) for id_ in range(251)]
 
     @invariant()
-    def holds_each_id_once_where_it_is_found(self) -> None:
-        held = self.tables.keys[self.tables.occupied(0)].tolist()
-        assert sorted(held) == sorted(self.last)
-        assert self.tables.num_rows(0) == len(held) <= CAPACITY
-        for id_, slot in zip(held, self.find(held), strict=True):
-            assert slot >= 0
-            assert self.tables.keys[slot] == id_
-            assert (slot - home_slot(id_, CAPACITY)) % CAPACITY < WINDOW
-            assert (self.tables.stamps[slot] - 1, self.tables.seen_s[slot]) == self.last[id_]
+    def holds_what_the_model_holds(self) -> None:
+        held = {slot: self.model.held[slot].id for slot in sorted(self.model.held)}
+        occupied = self.tables.occupied(0)
+        assert dict(zip(occupied.tolist(), self.tables.keys[occupied].tolist(), strict=True)) == held
+        assert len(set(held.values())) == len(held) == self.tables.num_rows(0) <= self.model.table.capacity
+        found = self.tables.find(0, np.arange(251)).tolist()
+        assert found == [self.model.slot_of(id_) for id_ in range(251)]
+        base = index.stamp_base(self.tables.clock)
+        for slot, one in self.model.held.items():
+            got = (int(self.tables.stamps[slot]) + base, self.tables.seen_s[slot], self.tables.counts[slot])
+            assert got == (one.row, one.seen_s, one.count)
+        if len(self.model.sketch):
+            assert self.estimates() == [self.model.estimate(id_) for id_ in range(251)]
 
     @invariant()
-    def finds_nothing_else(self) -> None:
-        assert all(slot < 0 for slot in self.find(set(range(301)) - self.last.keys()))
+    def costs_no_byte_more_than_its_budget(self) -> None:
+        in_training = self.tables.num_bytes + (LINE if len(self.tables.sketches) else 0)
+        live = live_bytes(self.model.table.spec, self.model.table.capacity, self.tables.schema.costs)
+        assert in_training + PUBLISH_BYTES * len(self.tables.keys) + live == self.tables.table_bytes(0) <= BUDGET
 
 
 TestIndex = IndexMachine.TestCase
-TestIndex.settings = hypothesis_settings(max_examples=60, stateful_step_count=25, deadline=None)
+TestIndex.settings = hypothesis_settings(max_examples=80, stateful_step_count=25, deadline=None)
 
 
 def test_the_least_recently_used_id_of_a_full_window_goes() -> None:

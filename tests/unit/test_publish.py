@@ -12,10 +12,10 @@ from tests.unit.test_index import ids_at_home
 from trainer.dense import LearnerState, offset_logit
 from trainer.entities import Entities, EntityChanges
 from trainer.hashing import hash_values
-from trainer.live import Reader, Writer
+from trainer.live import DEFAULT, UNKNOWN, Reader, Writer
 from trainer.optim import ftrl_weight
 from trainer.probe import WINDOW
-from trainer.publish import CHUNK, Publisher, PublishReport, entity_section, layout_for, row_section
+from trainer.publish import CHUNK, Publisher, PublishReport, entity_section, layout_for, missing_status, row_section
 from trainer.schema import Schema
 from trainer.settings import Settings
 from trainer.tables import Assignment, Ids, Tables
@@ -29,15 +29,15 @@ CONFIGURATION: dict[str, Any] = {
         "item": {"kind": "categorical"},
         "price": {"kind": "numeric", "entity": "item"},
     },
-    "model": {"pairs": [["user", "item"]], "pair_bits": 8, "hidden": [4], "wide_optimizer": {"l1": 0.5}},
+    "model": {"wide": True, "pairs": [["user", "item"]], "pair_bits": 8, "hidden": [4], "wide_optimizer": {"l1": 0.5}},
 }
 
 
 class World:
     """A trainer's state without an engine, its publisher, and a reader beside it."""
 
-    def __init__(self, directory: Path) -> None:
-        settings = Settings.model_validate(CONFIGURATION)
+    def __init__(self, directory: Path, **model: Any) -> None:
+        settings = Settings.model_validate(CONFIGURATION | {"model": CONFIGURATION["model"] | model})
         self.schema, self.model = Schema.from_settings(settings), settings.model
         self.directory = directory
         self.tables, self.entities = Tables(self.schema, self.model), Entities(self.schema)
@@ -120,6 +120,15 @@ def test_the_wide_weight_is_what_the_state_stands_for(world: World) -> None:
     world.publish(assignment)
     words_NW, _ = world.reader.gather("table/user", np.array([1, 2]))
     assert words_NW.view(np.float32)[:, -1].tolist() == pytest.approx([1.5 / ((1 + 2) / 0.07), 0])
+
+
+def test_without_a_wide_part_the_wide_weight_is_zero(tmp_path: Path) -> None:
+    world = World(tmp_path, wide=False)
+    world.learn([(1, 1), (2, 2)])
+    words_NW, _ = world.reader.gather("table/user", np.array([1, 2]))
+    assert words_NW[:, -1].tolist() == [0, 0]
+    assert world.seen("user", 1, 2) == world.trained(0, 1, 2)
+    world.close()
 
 
 def test_last_seen_and_count_go_along(world: World) -> None:
@@ -256,6 +265,24 @@ def test_a_new_generation_holds_everything(world: World) -> None:
 def test_section_names_tell_tables_from_entities(world: World) -> None:
     names = [section.name for section in layout_for(world.schema, world.model, 1).sections]
     assert names == [row_section(world.schema.tables[0]), row_section(world.schema.tables[1]), "entity/item"]
+
+
+def test_an_id_without_a_row_is_unknown_only_where_every_id_gets_one() -> None:
+    for admission, status in (("all", UNKNOWN), ("probability", DEFAULT), ("count", DEFAULT)):
+        tables = CONFIGURATION["tables"] | {"user": {"width": 3, "admission": {"kind": admission}}}
+        schema = Schema.from_settings(Settings.model_validate(CONFIGURATION | {"tables": tables}))
+        assert [missing_status(table) for table in schema.tables] == [status, UNKNOWN]
+
+
+def test_what_is_forgotten_is_taken_out_and_no_byte_of_it_stays(world: World) -> None:
+    world.tables.assign(Ids(np.array([[1, 1], [2, 2]])), None, 100)
+    world.tables.rows(0)[:] = 1234.5
+    world.learn([(1, 1), (2, 2)])
+    in_memory = np.count_nonzero(world.reader.shards[0].f32 == 1234.5)
+    report = world.publisher.remove(world.tables.remove(0, np.array([1, 9])), step=1, watermark_us=1)
+    assert report.removed == 1
+    assert world.seen("user", 1, 2) == [None, *world.trained(0, 2)]
+    assert (in_memory, np.count_nonzero(world.reader.shards[0].f32 == 1234.5)) == (6, 3)
 
 
 def test_shards_share_the_capacity() -> None:

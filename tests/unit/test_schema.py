@@ -3,8 +3,9 @@ from typing import Any
 import pytest
 
 from tests.unit.worlds import EVERY_KIND, every_kind
+from trainer.budget import table_bytes
 from trainer.errors import SettingsError
-from trainer.schema import Schema, bytes_per_row
+from trainer.schema import Schema
 from trainer.settings import Settings
 
 
@@ -47,8 +48,9 @@ def test_two_features_may_read_one_input() -> None:
 
 def test_a_budget_in_bytes_becomes_rows_that_fit() -> None:
     tables = {**EVERY_KIND["tables"], "user": {"width": 8, "budget_bytes": "1MB"}}
-    table = compiled(tables=tables).tables[0]
-    assert table.capacity * bytes_per_row(8) <= 1_000_000 < (table.capacity + 1) * bytes_per_row(8)
+    schema = compiled(tables=tables)
+    table = schema.tables[0]
+    assert table.num_bytes <= 1_000_000 < table_bytes(table.spec, table.capacity + 1, schema.costs)
 
 
 def test_the_layout_hash_sees_what_moves_things_and_nothing_else() -> None:
@@ -79,3 +81,20 @@ def test_what_does_not_fit_together_is_named(overrides: dict[str, Any], field: s
 def test_overrides_do_not_leak_into_the_shared_world() -> None:
     assert compiled(tables__user__width=16).x_width == 36
     assert Settings.load(None, EVERY_KIND, {}).tables["user"].width == 8
+
+
+def test_other_capacities_change_nothing_else() -> None:
+    schema = compiled()
+    other = schema.with_capacities({"item": 77})
+    assert [table.capacity for table in other.tables] == [1000, 77, 100_000]
+    assert other.layout_hash == schema.layout_hash
+    assert other.feature_table_F.tolist() == schema.feature_table_F.tolist()
+    assert other.tables[1].num_bytes < schema.tables[1].num_bytes
+    assert other.tables[0] == schema.tables[0]
+    assert other.with_capacities({"item": 1000}).tables == schema.tables
+
+
+@pytest.mark.parametrize(("name", "capacity"), [("nothing", 100), ("item", 63), ("item", 2**31)])
+def test_a_capacity_that_no_table_can_have_is_named(name: str, capacity: int) -> None:
+    with pytest.raises(SettingsError, match=f"tables.{name}"):
+        compiled().with_capacities({name: capacity})
