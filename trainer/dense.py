@@ -107,6 +107,10 @@ def _dlrm_shapes(schema: Schema, model: ModelSettings) -> Iterator[tuple[str, tu
     """Bottom MLP over the floats down to one row, the dot products of all rows, top MLP of `model.hidden`."""
     D, M = int(schema.feature_width_F[0]), schema.num_floats
     rows = len(schema.id_features) + (M > 0)
+    if rows < 2:
+        raise SettingsError(
+            "model.family", got="dlrm", wanted="ctr, or two features at least: dlrm multiplies their rows"
+        )
     if M:
         yield from _mlp_shapes("bottom", M, [4 * D, D])
     widths = list(model.hidden)
@@ -126,12 +130,15 @@ def _mlp_shapes(prefix: str, inputs: int, widths: list[int]) -> Iterator[tuple[s
 class LearnerState:
     """All that learning changes besides the tables; every array is updated in place and saved in checkpoints.
 
+    accumulators, moments, powers: of the dense optimizer, see `optim.dense_update`; moments is empty without Adam.
     offset: [positives, count, learned bias, its accumulator], see `offset_logit`.
     pair_z, pair_n: FTRL state of the hashed pairs, 2^pair_bits slots (none without pairs).
     """
 
     params: Float32s
     accumulators: Float32s
+    moments: Float32s
+    powers: Float64s
     offset: Float64s
     pair_z: Float32s
     pair_n: Float32s
@@ -141,9 +148,12 @@ class LearnerState:
         """The state before the first event."""
         layout = DenseLayout(schema, model)
         num_pairs = num_pair_slots(schema, model)
+        has_sums, has_moments = model.optimizer.kind == "adagrad", model.optimizer.kind in {"adam", "adamw"}
         return cls(
             params=layout.initial(model.seed),
-            accumulators=np.full(layout.size, model.optimizer.initial_accumulator, np.float32),
+            accumulators=np.full(layout.size, model.optimizer.initial_accumulator if has_sums else 0, np.float32),
+            moments=np.zeros(layout.size if has_moments else 0, np.float32),
+            powers=np.ones(2),
             offset=np.array([0, 0, 0, BIAS_INITIAL_ACCUMULATOR], np.float64),
             pair_z=np.zeros(num_pairs, np.float32),
             pair_n=np.zeros(num_pairs, np.float32),
@@ -152,7 +162,8 @@ class LearnerState:
     @property
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
         """Everything but the pairs, by name."""
-        return {"params": self.params, "accumulators": self.accumulators, "offset": self.offset}
+        names = ("params", "accumulators", "moments", "powers", "offset")
+        return {name: getattr(self, name) for name in names}
 
     def live_dense(self) -> Float32s:
         """What serving needs, P + 1 floats: the parameters, and last the offset."""

@@ -27,7 +27,7 @@ import numpy.typing as npt
 from numba.core import types
 from numba.experimental import structref
 
-from trainer.dense import LearnerState
+from trainer.dense import COUNT, LearnerState
 from trainer.event_kernels import (
     Batch,
     Memory,
@@ -37,17 +37,19 @@ from trainer.event_kernels import (
     apply_pool,
     ask_for_rows,
     base_logit,
+    decay_tables,
     gather,
     learn_ids,
     learn_offset,
+    rate_now,
 )
 from trainer.events import Features
 from trainer.forward import Net, build_net, net_backward, net_logit, sigmoid
 from trainer.gradient_pool import TOUCHED, Pool, empty_touched, make_pool
 from trainer.kernel import kernel
-from trainer.optim import ACCUMULATE, ADAGRAD, SGD, dense_step
+from trainer.optim import ACCUMULATE, ADAGRAD, ADAM, ADAMW, CLIPPED_ADAGRAD, SGD, dense_update
 from trainer.schema import Schema
-from trainer.settings import ModelSettings, Settings
+from trainer.settings import ModelSettings, RowOptimizer, Settings
 from trainer.tables import Tables
 
 Float32s = npt.NDArray[np.float32]
@@ -55,6 +57,8 @@ Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
 
 ZERO, ONE = np.float32(0), np.float32(1)
+RULES = {"sgd": SGD, "adagrad": ADAGRAD, "adam": ADAM, "adamw": ADAMW}
+MOST = 3e38  # a squared length that no gradient has: in place of infinity, which fast kernels must not be asked about
 
 
 @structref.register
@@ -97,15 +101,19 @@ def run_events(
     Exact arithmetic here, for a kernel with fastmath takes it for granted that no label is NaN.
     """
     plan, net, rules, memory, pool = learner.plan, learner.net, learner.rules, learner.memory, learner.pool
+    peak, offset = pool.peak, memory.offset
     act, back = learner.scratch.act, learner.scratch.back
     params, params_state, gradients = memory.params, memory.params_accumulators, pool.dense
-    rule, state = rules.dense, params_state
+    rule, state, apart = rules.dense, params_state, rules.dense in (ADAM, ADAMW) or rules.clip_squares > 0
     batch = Batch(slots_BC, ids_BC, lengths_BF, floats_BM, labels_B, logits_B)
     num_rows, at_once = logits_B.shape[0], micro_batch == 1
-    if not at_once:
+    apart |= not at_once
+    if apart:
         rule, state = ACCUMULATE, gradients
     if micro_batch > 0:
         empty_touched(pool)
+        peak[0] = ZERO
+    lr = rate_now(offset[COUNT], rules.lr, rules.warmup)
     base, positives, g_sum, waiting = base_logit(memory.offset), 0.0, 0.0, 0
     for b in range(num_rows):
         if b + 1 < num_rows:
@@ -118,17 +126,21 @@ def run_events(
             logits_B[b] = np.nan
         if learning:
             g = sigmoid(logit) - labels_B[b]
-            net_backward(net, params, state, act, back, g, rule, rules.lr, rules.eps)
+            net_backward(net, params, state, act, back, g, rule, lr, rules.eps)
             learn_ids(batch, b, plan, rules, memory, back, g, pool, at_once)
             positives += labels_B[b]
             g_sum += g
             waiting += 1
         if waiting > 0 and (waiting == micro_batch or b + 1 == num_rows):
-            if not at_once:
-                dense_step(rules.dense, params, params_state, ONE, gradients, rules.lr, rules.eps)
-                gradients[:] = ZERO
+            if apart:
+                dense_update(
+                    rules.dense, params, params_state, memory.params_moments, memory.powers, gradients, lr, rules.eps,
+                    rules.beta1, rules.beta2, rules.weight_decay, rules.clip_squares,
+                )  # fmt: skip
             apply_pool(pool, plan, rules, memory)
-            learn_offset(memory.offset, positives, float(waiting), g_sum, rules.bias_lr)
+            learn_offset(offset, positives, float(waiting), g_sum, rules.bias_lr)
+            decay_tables(offset[COUNT] - waiting, offset[COUNT], plan, memory)
+            lr = rate_now(offset[COUNT], rules.lr, rules.warmup)
             base, positives, g_sum, waiting = base_logit(memory.offset), 0.0, 0.0, 0
 
 
@@ -145,22 +157,14 @@ class EventEngine:
         self._num_ids = schema.num_id_columns + len(schema.pairs_P2)
         self._num_pairs = len(schema.pairs_P2)
         self._pair_slots, self._dense_size = len(state.pair_z), len(state.params)
+        # Adam and clipping look at the whole gradient, which is then collected even when events are learned one by one.
+        self._collects = model.optimizer.kind in {"adam", "adamw"} or model.optimizer.clip_norm is not None
         net = build_net(schema, model)
         self._parts = (
             build_plan(schema, model, tables, net),
             net,
             build_rules(model),
-            Memory(
-                weights=tables.weights,
-                accumulators=tables.accumulators,
-                wide_z=tables.wide_z,
-                wide_n=tables.wide_n,
-                params=state.params,
-                params_accumulators=state.accumulators,
-                offset=state.offset,
-                pair_z=state.pair_z,
-                pair_n=state.pair_n,
-            ),
+            build_memory(tables, state),
             Scratch(np.zeros(net.act_size, np.float32), np.zeros(net.back_size, np.float32)),
         )
         self._width = max(schema.feature_width_F.tolist(), default=0)
@@ -190,6 +194,11 @@ class EventEngine:
         """Slots of the hashed pairs that the last `learn` changed, each once; valid until the next one."""
         return self._pool.touched_pairs[: self._pool.count[TOUCHED]]
 
+    @property
+    def max_gradient_norm(self) -> float:
+        """Length of the longest gradient of a row in the last `learn`, before clipping."""
+        return float(np.sqrt(self._pool.peak[0]))
+
     def _run(self, slots_BC: Int64s, features: Features, labels_B: Float32s, micro_batch: int) -> Float32s:
         logits_B = np.empty(len(slots_BC), np.float32)
         run_events(
@@ -211,7 +220,7 @@ class EventEngine:
         self._pool = make_pool(
             entries=self._micro_batch * self._num_ids,
             width=self._width,
-            dense=self._dense_size if self._micro_batch > 1 else 0,
+            dense=self._dense_size if self._micro_batch > 1 or self._collects else 0,
             touched_pairs=min(self._batch_size * self._num_pairs, self._pair_slots),
             pair_slots=self._pair_slots,
         )
@@ -221,6 +230,24 @@ class EventEngine:
 def plain(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """The array, or a copy if it is read-only or strided: numba would compile the kernel anew for such a one."""
     return array if array.flags.carray else array.copy()
+
+
+def build_memory(tables: Tables, state: LearnerState) -> Memory:
+    """The arrays that learning changes."""
+    return Memory(
+        weights=tables.weights,
+        moments=tables.moments,
+        accumulators=tables.accumulators,
+        wide_z=tables.wide_z,
+        wide_n=tables.wide_n,
+        params=state.params,
+        params_accumulators=state.accumulators,
+        params_moments=state.moments,
+        powers=state.powers,
+        offset=state.offset,
+        pair_z=state.pair_z,
+        pair_n=state.pair_n,
+    )
 
 
 def build_plan(schema: Schema, model: ModelSettings, tables: Tables, net: Net) -> Plan:
@@ -235,8 +262,7 @@ def build_plan(schema: Schema, model: ModelSettings, tables: Tables, net: Net) -
         x_F=schema.feature_x_F,
         shift_F=tables.weight_base_T[table_F] - tables.slot_base_T[table_F] * width_F,
         alone_F=((users_T[table_F] == 1) & (schema.feature_length_F == 1)).astype(np.int64),
-        lr_F=np.array([schema.tables[t].lr for t in table_F], np.float32),
-        eps_F=np.array([schema.tables[t].eps for t in table_F], np.float32),
+        **_row_rules(schema, tables),
         float_x_M=schema.float_x_M,
         pairs_P2=schema.pairs_P2,
         wide=int(model.wide),
@@ -244,13 +270,49 @@ def build_plan(schema: Schema, model: ModelSettings, tables: Tables, net: Net) -
     )
 
 
+def _row_rules(schema: Schema, tables: Tables) -> dict[str, Any]:
+    """Optimizers of the rows: by feature, and the tables whose accumulators decay."""
+    specs = [schema.tables[t].spec.optimizer for t in schema.feature_table_F]
+    decays = [table for table in schema.tables if table.spec.optimizer.decay < 1]
+    first = tables.slot_base_T
+    names = ("rule_F", "lr_F", "eps_F", "beta1_F", "beta2_F", "clip_F")
+    columns = zip(*map(row_rule, specs), strict=True)
+    return {
+        **{name: np.array(column) for name, column in zip(names, columns, strict=True)},
+        "decay_T4": np.array(
+            [(first[t.index], first[t.index] + t.capacity, t.spec.optimizer.decay_every, t.index) for t in decays],
+            np.int64,
+        ).reshape(-1, 4),
+        "factors_T2": np.array([(t.spec.optimizer.decay, t.spec.optimizer.floor) for t in decays], np.float32).reshape(
+            -1, 2
+        ),
+    }
+
+
+def row_rule(spec: RowOptimizer) -> tuple[int, np.float32, np.float32, np.float32, np.float32, np.float32]:
+    """Rule, learning rate, eps, beta1, beta2 and squared clip norm, as `optim.row_step_by_rule` takes them.
+
+    Adagrad that clips is another rule than Adagrad, so that the default need not ask.
+    """
+    clips = spec.kind == "adagrad" and spec.clip_norm is not None
+    squares = MOST if spec.clip_norm is None else spec.clip_norm**2
+    numbers = (spec.lr, spec.eps, spec.beta1, spec.beta2, squares)
+    lr, eps, beta1, beta2, clip_squares = (np.float32(number) for number in numbers)
+    return CLIPPED_ADAGRAD if clips else RULES[spec.kind], lr, eps, beta1, beta2, clip_squares
+
+
 def build_rules(model: ModelSettings) -> Rules:
     """Optimizer settings in the kernels' types."""
     dense, wide = model.optimizer, model.wide_optimizer
     return Rules(
-        dense=ADAGRAD if dense.kind == "adagrad" else SGD,
+        dense=RULES[dense.kind],
         lr=np.float32(dense.lr),
         eps=np.float32(dense.eps),
+        beta1=np.float32(dense.beta1),
+        beta2=np.float32(dense.beta2),
+        weight_decay=np.float32(dense.weight_decay),
+        clip_squares=np.float32(0 if dense.clip_norm is None else dense.clip_norm**2),
+        warmup=float(dense.warmup_examples),
         alpha=np.float32(wide.alpha),
         beta=np.float32(wide.beta),
         l1=np.float32(wide.l1),

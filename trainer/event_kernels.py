@@ -16,7 +16,7 @@ from trainer.dense import BIAS, BIAS_ACCUMULATOR, COUNT, POSITIVES
 from trainer.gradient_pool import ENTRIES, Pool, empty_entries, entry_of, mark_touched
 from trainer.kernel import kernel_hot, kernel_inner
 from trainer.live_atomics import address_of, prefetch
-from trainer.optim import ftrl_step, ftrl_weight, row_step
+from trainer.optim import ADAGRAD, decay_accumulators, ftrl_step, ftrl_weight, row_step, row_step_by_rule
 
 Float32s = npt.NDArray[np.float32]
 Float64s = npt.NDArray[np.float64]
@@ -37,8 +37,14 @@ class Plan(NamedTuple):
     x_F: Int64s
     shift_F: Int64s  # the row of global slot g starts at g * width + shift
     alone_F: Int64s  # 1: no other id of an event can have this feature's slot
+    rule_F: Int64s  # optimizer of the feature's table
     lr_F: Float32s
     eps_F: Float32s
+    beta1_F: Float32s
+    beta2_F: Float32s
+    clip_F: Float32s  # squared length that a row's gradient may have; inf as a very large number
+    decay_T4: Int64s  # tables whose accumulators decay: first slot, past the last, every so many examples, table
+    factors_T2: Float32s  # decay, floor
     float_x_M: Int64s
     pairs_P2: Int64s
     wide: int
@@ -51,6 +57,11 @@ class Rules(NamedTuple):
     dense: int
     lr: np.float32
     eps: np.float32
+    beta1: np.float32
+    beta2: np.float32
+    weight_decay: np.float32
+    clip_squares: np.float32  # 0: none
+    warmup: float  # examples
     alpha: np.float32
     beta: np.float32
     l1: np.float32
@@ -62,11 +73,14 @@ class Memory(NamedTuple):
     """All that is learned; changed in place. See `tables.Tables` and `dense.LearnerState`."""
 
     weights: Float32s
+    moments: Float32s  # of the rows; empty unless a table's optimizer has them
     accumulators: Float32s
     wide_z: Float32s
     wide_n: Float32s
     params: Float32s
     params_accumulators: Float32s
+    params_moments: Float32s
+    powers: Float64s
     offset: Float64s
     pair_z: Float32s
     pair_n: Float32s
@@ -160,14 +174,30 @@ def gather(batch: Batch, b: int, plan: Plan, rules: Rules, memory: Memory, act: 
 
 
 @kernel_inner
+def learn_row(slot: int, f: int, gradient_D: Float32s, plan: Plan, memory: Memory) -> np.float32:
+    """Update a row by a rule that is not the default; apart, for the default's speed. The gradient's squared length."""
+    start = slot * plan.width_F[f] + plan.shift_F[f]
+    row = memory.weights[start : start + plan.width_F[f]]
+    moments = memory.moments[start : start + plan.width_F[f]] if memory.moments.shape[0] > 0 else row
+    return row_step_by_rule(
+        plan.rule_F[f], row, moments, memory.accumulators, slot, gradient_D, plan.lr_F[f], plan.eps_F[f],
+        plan.beta1_F[f], plan.beta2_F[f], plan.clip_F[f],
+    )  # fmt: skip
+
+
+@kernel_inner
 def learn_slot(
-    slot: int, f: int, gradient_D: Float32s, g: np.float32, plan: Plan, rules: Rules, memory: Memory
+    slot: int, f: int, gradient_D: Float32s, g: np.float32, plan: Plan, rules: Rules, memory: Memory, peak: Float32s
 ) -> None:
-    """One update of a row and of its wide weight (whose gradient is g)."""
+    """One update of a row and of its wide weight (whose gradient is g); `peak` keeps the largest squared gradient."""
     if plan.deep:
         start = slot * plan.width_F[f] + plan.shift_F[f]
         row = memory.weights[start : start + plan.width_F[f]]
-        row_step(row, memory.accumulators, slot, gradient_D, plan.lr_F[f], plan.eps_F[f])
+        if plan.rule_F[f] == ADAGRAD:
+            squares = row_step(row, memory.accumulators, slot, gradient_D, plan.lr_F[f], plan.eps_F[f])
+        else:
+            squares = learn_row(slot, f, gradient_D, plan, memory)
+        peak[0] = max(peak[0], squares)
     if plan.wide:
         weight = wide_of(memory.wide_z, memory.wide_n, slot, rules)
         ftrl_step(memory.wide_z, memory.wide_n, slot, weight, g, rules.alpha)
@@ -196,7 +226,7 @@ def learn_ids(
             if slot < 0:
                 continue
             if at_once and plan.alone_F[f]:
-                learn_slot(slot, f, gradient_D, g, plan, rules, memory)
+                learn_slot(slot, f, gradient_D, g, plan, rules, memory, pool.peak)
                 continue
             entry = entry_of(pool, slot, f, width)
             pool.wide_E[entry] += g
@@ -215,13 +245,33 @@ def apply_pool(pool: Pool, plan: Plan, rules: Rules, memory: Memory) -> None:
     for entry in range(pool.count[ENTRIES]):
         key, g, f = pool.key_E[entry], pool.wide_E[entry], pool.feature_E[entry]
         if key < num_slots:
-            learn_slot(key, f, pool.row_ED[entry, : plan.width_F[f]], g, plan, rules, memory)
+            learn_slot(key, f, pool.row_ED[entry, : plan.width_F[f]], g, plan, rules, memory, pool.peak)
         else:
             slot = key - num_slots
             weight = wide_of(memory.pair_z, memory.pair_n, slot, rules)
             ftrl_step(memory.pair_z, memory.pair_n, slot, weight, g, rules.alpha)
             mark_touched(pool, slot)
     empty_entries(pool)
+
+
+@kernel_inner
+def decay_tables(before: float, after: float, plan: Plan, memory: Memory) -> None:
+    """Decay the accumulators of tables whose turn came between two counts of examples."""
+    for t in range(plan.decay_T4.shape[0]):
+        every = plan.decay_T4[t, 2]
+        if np.int64(before) // every != np.int64(after) // every:
+            decay_accumulators(
+                memory.accumulators, plan.decay_T4[t, 0], plan.decay_T4[t, 1], plan.factors_T2[t, 0],
+                plan.factors_T2[t, 1],
+            )  # fmt: skip
+
+
+@kernel_hot
+def rate_now(count: float, lr: np.float32, warmup: float) -> np.float32:
+    """Learning rate of the dense weights at the next example, after `count` of them."""
+    if count + 1.0 >= warmup:
+        return lr
+    return np.float32(lr * (count + 1.0) / warmup)
 
 
 @kernel_hot

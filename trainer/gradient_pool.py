@@ -32,6 +32,7 @@ class Pool(NamedTuple):
     wide_E: Float32s
     row_ED: Float32s
     dense: Float32s  # summed gradients of the dense parameters; empty when events are learned one by one
+    peak: Float32s  # [1], the largest squared gradient of a row since it was last set to zero
     touched_pairs: Int64s
     is_touched: npt.NDArray[np.uint64]  # a bit per pair
 
@@ -48,6 +49,7 @@ def make_pool(*, entries: int, width: int, dense: int, touched_pairs: int, pair_
         wide_E=np.zeros(entries, np.float32),
         row_ED=np.zeros((entries, width), np.float32),
         dense=np.zeros(dense, np.float32),
+        peak=np.zeros(1, np.float32),
         touched_pairs=np.zeros(touched_pairs, np.int64),
         is_touched=np.zeros(pair_slots // 64 + 1, np.uint64),
     )

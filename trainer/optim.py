@@ -1,11 +1,16 @@
-"""Update rules, as inlined kernels: Adagrad and SGD (dense), row-wise Adagrad (rows), FTRL-proximal (wide weights).
+"""Update rules, as inlined kernels: of rows, of dense weights, and FTRL-proximal of the wide ones.
 
-All of them are safe on streams without end: nothing decays, nothing counts steps, and a weight with no gradient
-in an event needs no work, which is what lets the event engine skip dead ReLU units and untouched rows.
+    rows    adagrad (row-wise; accumulators may decay down to a floor, `decay_accumulators`), sgd, adam (row-wise)
+    dense   adagrad and sgd within the backward pass; adam, adamw and clipping in one pass over summed gradients
+
+A weight with no gradient in an event needs no work under Adagrad and SGD, which is what lets the event engine skip dead
+ReLU units and untouched rows. Adam of a row counts no steps: both its moments start from the row's first gradient, in
+place of a correction for their start at zero, so that a row needs no counter and one that is reset starts anew.
 
 Sources: Adagrad as torch.optim.Adagrad without decay (`a += g^2; w -= lr * g / (sqrt(a) + eps)`); row-wise
-Adagrad as fbgemm's EXACT_ROWWISE_ADAGRAD (one accumulator a row, of the mean of g^2); FTRL-proximal from
-McMahan et al., "Ad Click Prediction: a View from the Trenches" (KDD 2013), algorithm 1.
+Adagrad as fbgemm's EXACT_ROWWISE_ADAGRAD (one accumulator a row, of the mean of g^2); row-wise Adam after fbgemm's
+PARTIAL_ROWWISE_ADAM; Adam and AdamW as torch.optim's; FTRL-proximal from McMahan et al., "Ad Click Prediction: a View
+from the Trenches" (KDD 2013), algorithm 1.
 
 Numbers are float32; sums are reordered (fastmath), so results agree with the textbook to about 1e-6.
 """
@@ -17,9 +22,11 @@ import numpy.typing as npt
 from trainer.kernel import kernel_hot
 
 Float32s = npt.NDArray[np.float32]
+Float64s = npt.NDArray[np.float64]
 
 SGD, ADAGRAD, ACCUMULATE = 0, 1, 2  # ACCUMULATE only sums gradients: `state` is then the gradient vector
-ZERO = np.float32(0)
+ADAM, ADAMW, CLIPPED_ADAGRAD = 3, 4, 5
+ZERO, ONE = np.float32(0), np.float32(1)
 
 
 @kernel_hot
@@ -75,10 +82,19 @@ def dense_step_through(
 
 
 @kernel_hot
+def squares_of(gradient: Float32s) -> np.float32:
+    """Squared length of a gradient."""
+    squares = ZERO
+    for k in range(gradient.shape[0]):
+        squares += gradient[k] * gradient[k]
+    return squares
+
+
+@kernel_hot
 def row_step(
     row: Float32s, accumulators: Float32s, slot: int, gradient: Float32s, lr: np.float32, eps: np.float32
-) -> None:
-    """Row-wise Adagrad of one embedding row, whose accumulator is at `slot`."""
+) -> np.float32:
+    """Row-wise Adagrad of one embedding row, whose accumulator is at `slot`; the gradient's squared length."""
     squares = ZERO
     for k in range(row.shape[0]):
         squares += gradient[k] * gradient[k]
@@ -87,6 +103,145 @@ def row_step(
     step = lr / (np.sqrt(a) + eps)
     for k in range(row.shape[0]):
         row[k] -= step * gradient[k]
+    return squares
+
+
+@kernel_hot
+def row_step_scaled(
+    row: Float32s,
+    accumulators: Float32s,
+    slot: int,
+    gradient: Float32s,
+    squares: np.float32,
+    scale: np.float32,
+    lr: np.float32,
+    eps: np.float32,
+) -> None:
+    """The same for `scale` times the gradient, whose squared length is known."""
+    a = accumulators[slot] + scale * scale * squares / np.float32(row.shape[0])
+    accumulators[slot] = a
+    step = lr * scale / (np.sqrt(a) + eps)
+    for k in range(row.shape[0]):
+        row[k] -= step * gradient[k]
+
+
+@kernel_hot
+def row_step_sgd(row: Float32s, gradient: Float32s, scale: np.float32, lr: np.float32) -> None:
+    """Plain gradient descent of one row."""
+    step = lr * scale
+    for k in range(row.shape[0]):
+        row[k] -= step * gradient[k]
+
+
+@kernel_hot
+def row_step_adam(
+    row: Float32s,
+    moments: Float32s,
+    accumulators: Float32s,
+    slot: int,
+    gradient: Float32s,
+    squares: np.float32,
+    scale: np.float32,
+    lr: np.float32,
+    eps: np.float32,
+    beta1: np.float32,
+    beta2: np.float32,
+) -> None:
+    """Row-wise Adam: a first moment for each float, the second one of the whole row at `slot` (0: no gradient yet)."""
+    v = accumulators[slot]
+    mean_square = scale * scale * squares / np.float32(row.shape[0])
+    keep = beta1
+    if v == ZERO:
+        v, keep = mean_square, ZERO
+    else:
+        v = beta2 * v + (ONE - beta2) * mean_square
+    accumulators[slot] = v
+    step = lr / (np.sqrt(v) + eps)
+    for k in range(row.shape[0]):
+        m = keep * moments[k] + (ONE - keep) * scale * gradient[k]
+        moments[k] = m
+        row[k] -= step * m
+
+
+@kernel_hot
+def row_step_by_rule(
+    rule: int,
+    row: Float32s,
+    moments: Float32s,
+    accumulators: Float32s,
+    slot: int,
+    gradient: Float32s,
+    lr: np.float32,
+    eps: np.float32,
+    beta1: np.float32,
+    beta2: np.float32,
+    clip_squares: np.float32,
+) -> np.float32:
+    """Update a row by any rule; the gradient's squared length, before it is scaled down to `clip_squares`.
+
+    `moments` is read and written by Adam alone.
+    """
+    squares, scale = squares_of(gradient), ONE
+    if squares > clip_squares:
+        scale = np.sqrt(clip_squares / squares)
+    if rule == SGD:
+        row_step_sgd(row, gradient, scale, lr)
+    elif rule == ADAM:
+        row_step_adam(row, moments, accumulators, slot, gradient, squares, scale, lr, eps, beta1, beta2)
+    else:
+        row_step_scaled(row, accumulators, slot, gradient, squares, scale, lr, eps)
+    return squares
+
+
+@kernel_hot
+def decay_accumulators(accumulators: Float32s, first: int, last: int, decay: np.float32, floor: np.float32) -> None:
+    """Let a table forget old gradients: accumulators first .. last - 1 become max(floor, decay * a)."""
+    for slot in range(first, last):
+        accumulators[slot] = max(floor, decay * accumulators[slot])
+
+
+@kernel_hot
+def dense_update(
+    rule: int,
+    weights: Float32s,
+    accumulators: Float32s,
+    moments: Float32s,
+    powers: Float64s,
+    gradients: Float32s,
+    lr: np.float32,
+    eps: np.float32,
+    beta1: np.float32,
+    beta2: np.float32,
+    weight_decay: np.float32,
+    clip_squares: np.float32,
+) -> None:
+    """Apply summed gradients to all dense weights and set them to zero.
+
+    clip_squares: the largest squared length that they may have together (0: any). powers: beta1^t and beta2^t, which
+    Adam's correction needs; both are 1 before the first update.
+    """
+    scale = ONE
+    if clip_squares > ZERO:
+        squares = squares_of(gradients)
+        if squares > clip_squares:
+            scale = np.sqrt(clip_squares / squares)
+    if rule in (ADAM, ADAMW):
+        powers[0] *= beta1
+        powers[1] *= beta2
+        rate = lr / np.float32(1.0 - powers[0])
+        correction = np.float32(1.0 / np.sqrt(1.0 - powers[1]))
+        shrink = ONE - lr * weight_decay if rule == ADAMW else ONE
+        for k in range(weights.shape[0]):
+            g = scale * gradients[k]
+            m = beta1 * moments[k] + (ONE - beta1) * g
+            v = beta2 * accumulators[k] + (ONE - beta2) * g * g
+            moments[k], accumulators[k] = m, v
+            weights[k] = shrink * weights[k] - rate * m / (np.sqrt(v) * correction + eps)
+            gradients[k] = ZERO
+    else:
+        dense_step(rule, weights, accumulators, scale, gradients, lr, eps)
+        for k in range(weights.shape[0]):
+            gradients[k] = ZERO
 
 
 @kernel_hot

@@ -15,7 +15,7 @@ from trainer.dense import BIAS, BIAS_ACCUMULATOR, COUNT, POSITIVES, LearnerState
 from trainer.engine_event import EventEngine
 from trainer.event_kernels import pair_index
 from trainer.events import Features
-from trainer.schema import Schema
+from trainer.schema import Schema, Table
 from trainer.settings import Settings
 from trainer.tables import Tables
 
@@ -68,12 +68,19 @@ class Textbook:
     def __init__(self, world: World) -> None:
         self.schema, self.settings = world.schema, world.settings
         self.base_T = world.tables.slot_base_T.tolist()
+        self.weight_base_T = world.tables.weight_base_T.tolist()
         self.rows_T = [_leaf(world.tables.rows(t.index)) for t in self.schema.tables]
         self.accumulators = _double(world.tables.accumulators)
         self.params = world.state.params.astype(np.float64)  # the net's own memory
         self.net = models.build(self.schema, self.settings.model, self.params)
-        initial = self.settings.model.optimizer.initial_accumulator
-        self.dense_accumulators = [torch.full_like(p, initial) for p in self.net.parameters()]
+        o = self.settings.model.optimizer
+        self.dense_accumulators = [torch.full_like(p, o.initial_accumulator) for p in self.net.parameters()]
+        adams = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
+        self.adam = None
+        if o.kind in adams:
+            decay = {"weight_decay": o.weight_decay} if o.kind == "adamw" else {}
+            self.adam = adams[o.kind](self.net.parameters(), o.lr, (o.beta1, o.beta2), o.eps, **decay)
+        self.moments = _double(world.tables.moments)
         self.offset = world.state.offset.copy()
         self.wide, self.pairs = [
             [_double(z), _double(n)]
@@ -104,6 +111,25 @@ class Textbook:
         self.offset[BIAS] -= self.settings.model.bias_lr * float(bias.grad) / np.sqrt(self.offset[BIAS_ACCUMULATOR])
         return logits_B.detach()
 
+    def _update_rows(self, table: Table, base: int, rows: Tensor) -> None:
+        """Only rows with a gradient: to Adam, others are not zero gradients but none."""
+        o, a = table.spec.optimizer, self.accumulators[base : base + table.capacity]
+        for slot in torch.nonzero((rows.grad != 0).any(1)).ravel().tolist():
+            g = rows.grad[slot]
+            if o.clip_norm is not None:
+                g = g * min(1.0, o.clip_norm / float(g.norm()))
+            if o.kind == "sgd":
+                rows[slot] -= o.lr * g
+            elif o.kind == "adagrad":
+                a[slot] += (g**2).mean()
+                rows[slot] -= o.lr * g / (a[slot].sqrt() + o.eps)
+            else:
+                start = self.weight_base_T[table.index] + slot * table.width
+                m, first = self.moments[start : start + table.width], float(a[slot]) == 0
+                a[slot] = (g**2).mean() if first else o.beta2 * a[slot] + (1 - o.beta2) * (g**2).mean()
+                m[:] = g if first else o.beta1 * m + (1 - o.beta1) * g
+                rows[slot] -= o.lr * m / (a[slot].sqrt() + o.eps)
+
     def _x(self, slots_C: Int64s, features: Features, b: int) -> Tensor:
         schema, parts = self.schema, []
         for feature in schema.features:
@@ -130,17 +156,22 @@ class Textbook:
     @torch.no_grad()
     def _update(self, wide_G: Tensor, pairs_P: Tensor) -> None:
         o = self.settings.model.optimizer
-        for p, a in zip(self.net.parameters(), self.dense_accumulators, strict=True):
-            if o.kind == "sgd":
-                p.sub_(o.lr * p.grad)
-            else:
-                a.add_(p.grad**2)
-                p.sub_(o.lr * p.grad / (a.sqrt() + o.eps))
+        lr = o.lr * min(1.0, (self.offset[COUNT] + 1) / max(o.warmup_examples, 1))
+        if o.clip_norm is not None:
+            nn.utils.clip_grad_norm_(self.net.parameters(), o.clip_norm)
+        if self.adam is not None:
+            self.adam.param_groups[0]["lr"] = lr
+            self.adam.step()
+        else:
+            for p, a in zip(self.net.parameters(), self.dense_accumulators, strict=True):
+                if o.kind == "sgd":
+                    p.sub_(lr * p.grad)
+                else:
+                    a.add_(p.grad**2)
+                    p.sub_(lr * p.grad / (a.sqrt() + o.eps))
         for table, base, rows in zip(self.schema.tables, self.base_T, self.rows_T, strict=True):
             if rows.grad is not None:
-                a = self.accumulators[base : base + table.capacity]
-                a.add_((rows.grad**2).mean(1))
-                rows.sub_(table.lr * rows.grad / (a.sqrt() + table.eps)[:, None])
+                self._update_rows(table, base, rows)
                 rows.grad = None
         for weights, (z, n) in ((wide_G, self.wide), (pairs_P, self.pairs)):
             if weights.grad is not None:
