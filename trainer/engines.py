@@ -32,6 +32,10 @@ class Engine(Protocol):
         """Logits of B rows; changes nothing."""
 
     @property
+    def max_gradient_norm(self) -> float:
+        """Length of the longest gradient of a row in the last `learn`."""
+
+    @property
     def touched_pairs(self) -> Int64s:
         """Slots of the hashed pairs that the last `learn` changed."""
 

@@ -1,18 +1,17 @@
-"""Embedding rows through torchrec and fbgemm, over the memory of `Tables`: lookup, backward and update fused.
+"""The embedding tables as torchrec plans and shards them, over the memory of `Tables`.
 
 All tables lie in one `EmbeddingBagCollection` under `DistributedModelParallel` (here a world of one rank, table-wise),
-whose fused kernels apply exact row-wise Adagrad during backward. They work on the arrays of `Tables` themselves, so
-nothing is copied, and index, publisher, checkpoints and the event engine go on with the arrays they hold.
+whose fused kernels apply exact row-wise Adagrad. They work on the arrays of `Tables` themselves, so nothing is copied,
+and index, publisher, checkpoints and the event engine go on with the arrays they hold.
 
 torchrec and fbgemm are imported here alone. What they do that surprises (tried with torchrec 1.8, fbgemm-gpu 1.8):
 - without `compute_kernel="fused"` rows silently do not train on a CPU, hence the check at start;
-- an id out of range trains row 0, hence FATAL bounds checks, and `-1` never gets this far;
+- an id out of range trains row 0: bounds checks are FATAL, and our own bags are checked as they are filled;
 - tables share one fused kernel, whatever their widths, if they have one learning rate and eps and are pooled alike:
   all by sum, with 1 / length as the weight of each id where the mean is wanted.
 
-Legend: N rows (examples), F id features, T tables, J ids of all bags end to end, Y width of all pooled rows together.
+`rows.py` looks up and learns on this memory; torchrec's own modules (`Sharded.parallel`) do the same.
 """
-# ruff: noqa: PLR0917 -- kernels take arrays one by one: numba unpacks no objects.
 
 import atexit
 import logging
@@ -35,7 +34,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # of these libraries, about their own modules
     from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
     from torch.distributed.optim.apply_optimizer_in_backward import _apply_optimizer_in_backward as fuse
-    from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, PoolingType
+    from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, PoolingType
     from torchrec.distributed import DistributedModelParallel
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
     from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
@@ -43,7 +42,6 @@ with warnings.catch_warnings():
     from torchrec.optim import RowWiseAdagrad
 
 from trainer.errors import LivebedError, SettingsError
-from trainer.kernel import kernel
 from trainer.schema import Schema, Table
 from trainer.tables import Tables
 
@@ -54,47 +52,16 @@ CPU = torch.device("cpu")
 WIDTH_UNIT = 4  # fbgemm's kernels work on vectors of four floats
 
 
-class Bags(NamedTuple):
-    """Ids to look up, bag by bag: all rows of the first feature of `Rows.feature_order`, then the next feature's.
+class Run(NamedTuple):
+    """Neighbouring tables of one width and one optimizer, and the memory of the fused kernel that they share."""
 
-    slots_J: table-local; weights_J: what each row is multiplied with, None for 1.
-    """
-
-    slots_J: Int64s
-    lengths_FN: Int64s
-    weights_J: Float32s | None
+    tables: list[Table]
+    weights: Tensor
+    accumulators: Tensor
 
 
-@kernel
-def fill_bags(
-    rows_N: Int64s,
-    slots_BC: Int64s,
-    lengths_BF: npt.NDArray[np.int32],
-    plan_F5: Int64s,
-    slots_J: Int64s,
-    lengths_FN: Int64s,
-    weights_J: Float32s,
-) -> int:
-    """Fill the arrays of `Bags`; returns J. plan_F5, see `Rows`; an empty weights_J stays so."""
-    at = 0
-    for k in range(plan_F5.shape[0]):
-        f, first, is_list, takes_mean, base = plan_F5[k]
-        for i in range(rows_N.shape[0]):
-            b, bag_start = rows_N[i], at
-            length = np.int64(lengths_BF[b, f]) if is_list else 1
-            for slot in slots_BC[b, first : first + length]:
-                if slot < 0:
-                    continue
-                slots_J[at] = slot - base
-                if weights_J.shape[0] > 0:
-                    weights_J[at] = np.float32(1) / np.float32(length) if takes_mean else np.float32(1)
-                at += 1
-            lengths_FN[k, i] = at - bag_start
-    return at
-
-
-class Rows:
-    """Pooled rows of bags; calling it builds the graph whose backward updates rows and accumulators in place.
+class Sharded:
+    """The tables under `DistributedModelParallel`, and their memory as planned.
 
     Raises:
         SettingsError: a table whose width is not a multiple of four.
@@ -105,37 +72,10 @@ class Rows:
             if table.width % WIDTH_UNIT:
                 wanted = f"a multiple of {WIDTH_UNIT}, for the torchrec engine reads rows in vectors of that many"
                 raise SettingsError(f"tables.{table.name}.width", got=table.width, wanted=wanted)
-        # torchrec gives its answers in the order of the tables.
-        self.feature_order = np.argsort(schema.feature_table_F, kind="stable")
-        self.weighted = bool(schema.feature_mean_F.any())
-        table_F = schema.feature_table_F
-        columns = (schema.feature_column_F, schema.feature_list_F, schema.feature_mean_F, tables.slot_base_T[table_F])
-        # Id feature, its first column, whether it is a list, whether it takes the mean, where its table's slots start.
-        self._plan_F5 = np.stack([self.feature_order, *(column[self.feature_order] for column in columns)], axis=1)
-        self._keys = [_key(f) for f in self.feature_order.tolist()]
         with _rows_kept(tables):
-            self._parallel = _distribute(_collection(schema, tables, weighted=self.weighted))
-        _check(self._parallel, tables)
-
-    def bags(self, rows_N: Int64s, slots_BC: Int64s, lengths_BF: npt.NDArray[np.int32]) -> Bags:
-        """What to look up for some rows of a batch; slots are global, -1 (nothing there) is left out."""
-        most = len(rows_N) * slots_BC.shape[1]
-        slots_J, weights_J = np.empty(most, np.int64), np.empty(most if self.weighted else 0, np.float32)
-        lengths_FN = np.empty((len(self._plan_F5), len(rows_N)), np.int64)
-        count = fill_bags(rows_N, slots_BC, lengths_BF, self._plan_F5, slots_J, lengths_FN, weights_J)
-        return Bags(slots_J[:count], lengths_FN, weights_J[:count] if self.weighted else None)
-
-    def __call__(self, bags: Bags) -> Tensor:
-        """Pooled rows [N, Y], side by side in `feature_order`."""
-        weights_J = None if bags.weights_J is None else torch.from_numpy(bags.weights_J)
-        jagged = KeyedJaggedTensor(
-            keys=self._keys,
-            values=torch.from_numpy(bags.slots_J),
-            lengths=torch.from_numpy(bags.lengths_FN.reshape(-1)),
-            weights=weights_J,
-        )
-        pooled: Tensor = self._parallel(jagged).values()
-        return pooled
+            self.parallel = _distribute(_collection(schema, tables))
+        _check(self.parallel, tables)
+        self.runs = [Run(run, memory["weights"], memory["momentum1"]) for run, memory in _runs(schema, tables)]
 
 
 def _name(table: Table) -> str:
@@ -163,8 +103,8 @@ class Buffers(dict[str, Tensor]):
 
 
 def _runs(schema: Schema, tables: Tables) -> Iterator[tuple[list[Table], Buffers]]:
-    """Neighbouring tables that can share a fused kernel, for they have one learning rate and eps; and their memory."""
-    for _, group in groupby(schema.tables, key=lambda table: (table.lr, table.eps)):
+    """Neighbouring tables of one width and one optimizer, which share a fused kernel; and their memory."""
+    for _, group in groupby(schema.tables, key=lambda table: (table.width, table.spec.optimizer)):
         run = list(group)
         first, last = run[0].index, run[-1].index
         slots = slice(tables.slot_base_T[first], tables.slot_base_T[last] + tables.capacity_T[last])
@@ -173,8 +113,9 @@ def _runs(schema: Schema, tables: Tables) -> Iterator[tuple[list[Table], Buffers
         yield run, Buffers(weights=weights, momentum1=accumulators)
 
 
-def _collection(schema: Schema, tables: Tables, *, weighted: bool) -> EmbeddingBagCollection:
+def _collection(schema: Schema, tables: Tables) -> EmbeddingBagCollection:
     """The tables, each with the optimizer that backward is to apply and the memory it is to work on."""
+    weighted = bool(schema.feature_mean_F.any())
     configs = [
         EmbeddingBagConfig(
             name=_name(table),

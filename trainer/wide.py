@@ -10,8 +10,8 @@ Legend: B rows of a batch, N rows of a micro-batch, P hashed pairs.
 import numpy as np
 import numpy.typing as npt
 
-from trainer.dense import LearnerState
-from trainer.engine_event import build_plan, build_rules, plain
+from trainer.dense import COUNT, LearnerState
+from trainer.engine_event import build_memory, build_plan, build_rules, plain
 from trainer.event_kernels import (
     Batch,
     Memory,
@@ -19,6 +19,7 @@ from trainer.event_kernels import (
     Rules,
     apply_pool,
     base_logit,
+    decay_tables,
     gather,
     learn_ids,
     learn_offset,
@@ -55,7 +56,9 @@ def learn_rows(
         positives += batch.labels_B[b]
         total += g
     apply_pool(pool, plan, rules, memory)
+    count = memory.offset[COUNT]
     learn_offset(memory.offset, positives, float(rows_N.shape[0]), total, rules.bias_lr)
+    decay_tables(count, memory.offset[COUNT], plan, memory)
 
 
 def without_net(model: ModelSettings) -> ModelSettings:
@@ -72,17 +75,9 @@ class Wide:
         # Rows of no floats: the kernels then leave x, and the gradients by slot, without them.
         self._plan = plan._replace(width_F=np.zeros_like(plan.width_F), float_x_M=plan.float_x_M[:0])
         self._rules = build_rules(model)
-        self._memory = Memory(
-            weights=tables.weights,
-            accumulators=tables.accumulators,
-            wide_z=tables.wide_z,
-            wide_n=tables.wide_n,
-            params=state.params,
-            params_accumulators=state.accumulators,
-            offset=state.offset,
-            pair_z=state.pair_z,
-            pair_n=state.pair_n,
-        )
+        self._memory = build_memory(tables, state)
+        # Handing the kernels 50 arrays takes 20 us: only for something to do.
+        self._offset_alone = not (plan.wide or len(plan.pairs_P2) or len(plan.decay_T4))
         self._num_ids = schema.num_id_columns + len(schema.pairs_P2)
         self._entries = self._touched = 0
         self._reserve(entries=self._num_ids, touched=0)
@@ -94,18 +89,26 @@ class Wide:
 
     def begin(self, batch: Batch, micro_batch: int) -> None:
         """Forget the touched pairs, and make room for what a micro-batch and the batch may touch."""
+        if self._offset_alone:
+            return
         pairs = min(len(batch.labels_B) * len(self._plan.pairs_P2), len(self._memory.pair_z))
         self._reserve(entries=micro_batch * self._num_ids, touched=pairs)
         empty_touched(self._pool)
 
     def predict(self, rows_N: Int64s, batch: Batch) -> Float32s:
         """This part of the rows' logits, [N]."""
+        if self._offset_alone:
+            return np.full(len(rows_N), base_logit(self._memory.offset), np.float32)
         logits_N = np.empty(len(rows_N), np.float32)
         predict_rows(rows_N, batch, self._plan, self._rules, self._memory, logits_N)
         return logits_N
 
     def learn(self, rows_N: Int64s, gradients_N: Float32s, batch: Batch) -> None:
         """Take one step; gradients_N: of the loss by each row's logit."""
+        if self._offset_alone:
+            positives, total = float(batch.labels_B[rows_N].sum()), float(gradients_N.sum())
+            learn_offset(self._memory.offset, positives, float(len(rows_N)), total, self._rules.bias_lr)
+            return
         learn_rows(rows_N, gradients_N, batch, self._plan, self._rules, self._memory, self._pool)
 
     def _reserve(self, *, entries: int, touched: int) -> None:

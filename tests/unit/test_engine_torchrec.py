@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.unit.textbook import World, random_log
 from trainer.dense import LearnerState
@@ -15,10 +16,12 @@ from trainer.engine_torchrec import TorchrecEngine
 from trainer.engines import build_engine
 from trainer.errors import LivebedError, SettingsError, UnsupportedByEventEngine
 from trainer.events import Features
+from trainer.rows import Rows
 from trainer.schema import Schema
 from trainer.settings import Settings
-from trainer.sharding import Bags, Rows, _check
+from trainer.sharding import Sharded, _check
 from trainer.tables import Tables
+from trainer.wide import batch_of
 
 ROOT = Path(__file__).parents[2]
 FEATURES: dict[str, Any] = {
@@ -103,16 +106,47 @@ def test_examples_whose_ids_have_no_room_still_teach_the_rest() -> None:
 
 def test_a_slot_out_of_range_is_an_error_and_not_row_0() -> None:
     parts = Parts()
+    features, labels = checkerboard(1, 0)
     rows = Rows(parts.schema, parts.tables)
-    with pytest.raises(RuntimeError, match="idx < num_rows"):
-        rows(Bags(np.array([64, 0]), np.ones((2, 1), np.int64), None))
+    with pytest.raises(IndexError, match=re.escape("outside of 0 .. 127")):
+        rows(np.arange(1), batch_of(np.array([[0, 128]]), features, labels))
+
+
+def through_torchrec(rows: Rows, slots_NF: np.ndarray, dx_NFD: torch.Tensor) -> torch.Tensor:
+    """The rows that torchrec's own modules look up; their backward learns."""
+    from torchrec import KeyedJaggedTensor  # noqa: PLC0415 - warns of itself unless `sharding` has imported it first
+
+    keys = [f"feature{f}" for f in range(slots_NF.shape[1])]
+    values = torch.from_numpy(slots_NF.T.reshape(-1))
+    jagged = KeyedJaggedTensor(keys=keys, values=values, lengths=torch.ones(slots_NF.size, dtype=torch.int64))
+    pooled = rows.sharded.parallel(jagged).values()
+    pooled.backward(dx_NFD.flatten(1))
+    return pooled.detach()
+
+
+def test_rows_are_looked_up_and_learned_as_torchrecs_own_modules_would() -> None:
+    one, other = Parts(), Parts()
+    features, labels = checkerboard(200, 0)  # 12 ids each: all come many times
+    slots = one.tables.assign(features, None, 1).slots_BC
+    other.tables.assign(features, None, 1)
+    mine, theirs = Rows(one.schema, one.tables), Rows(other.schema, other.tables)
+    before = one.tables.weights.copy()
+    for seed in range(3):
+        x_Nn = mine(np.arange(200), batch_of(slots, features, labels))
+        dx_Nn = torch.randn(x_Nn.shape, generator=torch.Generator().manual_seed(seed))
+        mine.learn(dx_Nn)
+        wanted = through_torchrec(theirs, slots - one.tables.slot_base_T, dx_Nn[:, :16].unflatten(1, (2, 8)))
+        torch.testing.assert_close(x_Nn[:, :16], wanted, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(one.tables.weights, other.tables.weights, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(one.tables.accumulators, other.tables.accumulators, rtol=1e-5, atol=1e-5)
+    assert (one.tables.weights != before).any()
 
 
 def test_rows_that_would_not_train_in_place_are_found_at_start() -> None:
     parts, others = Parts(), Parts()
-    rows = Rows(parts.schema, parts.tables)
+    sharded = Sharded(parts.schema, parts.tables)
     with pytest.raises(LivebedError, match="does not train table user in place"):
-        _check(rows._parallel, others.tables)
+        _check(sharded.parallel, others.tables)
 
 
 def test_a_width_that_fbgemm_cannot_do_is_refused_by_name() -> None:
