@@ -1,37 +1,40 @@
 """Checkpoints on disk: written whole or not at all, verified on loading, the previous one used when the last is bad.
 
-    <directory>/LATEST                     name of the newest save
-    <directory>/save-<n>/manifest.json     format, progress, what the tables were, SHA-256 of every file and of itself
+    <directory>/LATEST                     name of the save that a start begins from
+    <directory>/save-<n>/manifest.json     format, configuration, progress, what the tables were, SHA-256 of every file
     <directory>/save-<n>/*.safetensors     tensors (see `trainer.snapshot`)
+    <directory>/lock                       held by the one process that may write here
 
 No pickle anywhere. The order of effects in `save` is numbered; a process killed between any two of them leaves the
-earlier save intact and in use.
+earlier save intact and in use. A save's number only grows.
 """
 
 import contextlib
-import hashlib
-import json
+import fcntl
 import os
 import shutil
-from dataclasses import asdict, dataclass
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import safetensors.numpy
+from safetensors import SafetensorError
 
 from trainer.errors import CheckpointError
-from trainer.snapshot import Progress, Snapshot, Tensors
+from trainer.manifest import MANIFEST, UnknownFormat, load, read_manifest, sync_directory, verify, write, write_save
+from trainer.snapshot import Progress, Snapshot
 
-FORMAT = 1
+__all__ = [
+    "Loaded", "SaveInfo", "UnknownFormat", "exclusive", "listing", "load", "load_latest", "lock", "number_of",
+    "path_of", "point_to", "save", "saved_progress", "verify",
+]  # fmt: skip
+
 POINTER = "LATEST"
-MANIFEST = "manifest.json"
+LOCK = "lock"
 PREFIX = "save-"
 UNFINISHED = ".unfinished-"  # entries of this name are leftovers of a killed process
-SUFFIX = ".safetensors"
-
-
-class UnknownFormat(CheckpointError):  # noqa: N818 -- a leaf of the tree in errors.py, named as its others
-    """A save that another version of Livebed wrote; the bytes are as they were written."""
+# A process that is ending, or whose parent was killed, gives the lock up within milliseconds.
+LOCK_WAIT_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -43,13 +46,73 @@ class Loaded:
     problems: list[str]
 
 
+@dataclass(frozen=True)
+class SaveInfo:
+    """One save as its manifest tells it; with a `problem` it cannot be used, and what could not be read is None."""
+
+    number: int
+    path: Path
+    is_latest: bool
+    num_bytes: int  # of all files, as they are on disk
+    problem: str | None
+    format: int | None = None
+    created_us: int | None = None  # when its writing began
+    step: int | None = None
+    position: str | None = None
+    store_version: int | None = None
+
+
+@contextlib.contextmanager
+def exclusive(directory: Path, *, wait_s: float = LOCK_WAIT_S) -> Iterator[None]:
+    """Be the only one that writes in a directory, as a trainer is while it runs.
+
+    Raises:
+        CheckpointError: another process still is after `wait_s` seconds, or the directory cannot be written.
+    """
+    descriptor = lock(directory, wait_s=wait_s)
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def lock(directory: Path, *, wait_s: float = LOCK_WAIT_S) -> int:
+    """Take the directory's lock; it lasts until every copy of this descriptor is closed, those of forks included.
+
+    Raises:
+        CheckpointError: as `exclusive`.
+    """
+    deadline_s = time.monotonic() + wait_s
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise CheckpointError(f"cannot write checkpoints in {directory}: {error.strerror}") from error
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() < deadline_s:
+                time.sleep(0.005)
+                continue
+            owner = os.pread(descriptor, 20, 0).decode(errors="replace") or "unknown"
+            os.close(descriptor)
+            raise CheckpointError(
+                f"process {owner} writes checkpoints in {directory}: stop that trainer, or give this one another "
+                "name or data_dir"
+            ) from None
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+        return descriptor
+
+
 def save(directory: Path, snapshot: Snapshot, *, keep: int) -> Path:
     """Write a snapshot as the newest save and keep the `keep` newest; only one process may write in a directory.
 
     1. tensors and manifest into an unfinished directory, every file and the directory forced to disk
     2. that directory gets its name
     3. LATEST points to it
-    4. saves beyond `keep` go
+    4. saves beyond `keep` go, and those that `point_to` or a kill between 2 and 3 had left out of use
 
     Raises:
         CheckpointError: the disk is full or not writable; the earlier saves are as they were.
@@ -57,26 +120,31 @@ def save(directory: Path, snapshot: Snapshot, *, keep: int) -> Path:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         _sweep(directory)
-        target = directory / f"{PREFIX}{_number(_saves(directory)) + 1:08d}"
+        before = _saves(directory)
+        begun_from = _pointed_at(directory)
+        target = directory / f"{PREFIX}{number_of(before[0]) + 1 if before else 1:08d}"
         unfinished = directory / f"{UNFINISHED}{target.name}"
         try:
-            _write_save(unfinished, snapshot)
+            write_save(unfinished, snapshot)
             unfinished.rename(target)
-            _sync_directory(directory)
+            sync_directory(directory)
             _point_to(directory, target.name)
         except BaseException:
             _sweep(directory)
             raise
-        for old in _saves(directory)[keep:]:
-            _discard(old)
-    except OSError as error:
-        reason = error.strerror or str(error)
+        unused = [path for path in before if begun_from in before and number_of(path) > number_of(begun_from)]
+        kept = [target, *(path for path in before if path not in unused)][:keep]
+        for old in before:
+            if old not in kept:
+                _discard(old)
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
         raise CheckpointError(f"cannot save a checkpoint in {directory}: {reason}; earlier ones are kept") from error
     return target
 
 
 def load_latest(directory: Path) -> Loaded:
-    """Load the save that LATEST names, or else the newest one that passes its checks.
+    """Load the save that LATEST names, or else the newest before it that passes its checks, or else any.
 
     Raises:
         CheckpointError: there are saves but none can be used, or the newest has a format that this version does not
@@ -85,8 +153,8 @@ def load_latest(directory: Path) -> Loaded:
     problems: list[str] = []
     paths = _saves(directory)
     latest = _pointed_at(directory)
-    if latest in paths:
-        paths.sort(key=lambda path: path != latest)
+    if latest is not None and latest in paths:
+        paths.sort(key=lambda path: path > latest)  # what lies after it was left on purpose, or never came into use
     elif paths or latest is not None:
         problems.append(f"{POINTER} names no save; trying the newest first")
     for path in paths:
@@ -106,89 +174,79 @@ def saved_progress(directory: Path) -> list[Progress]:
     found = []
     for path in _saves(directory):
         with contextlib.suppress(CheckpointError):
-            found.append(Progress(**_read_manifest(path)["progress"]))
+            found.append(Progress(**read_manifest(path)["progress"]))
     return found
 
 
-def load(path: Path) -> Snapshot:
-    """Read one save and verify it.
+def listing(directory: Path) -> list[SaveInfo]:
+    """All saves, the newest first, by their manifests and the sizes of their files (`verify` reads every byte)."""
+    latest, found = _pointed_at(directory), []
+    for path in _saves(directory):
+        with contextlib.suppress(FileNotFoundError):  # a running trainer has just dropped it
+            found.append(_info(path, is_latest=path == latest))
+    return found
+
+
+def path_of(directory: Path, number: int) -> Path:
+    """Directory of a save by its number.
 
     Raises:
-        UnknownFormat: written by another version of Livebed.
-        CheckpointError: a file is missing, cut off or changed; the sentence names it.
+        CheckpointError: there is none of that number; the sentence says which there are.
     """
-    manifest = _read_manifest(path)
-    tensors: dict[str, Tensors] = {}
-    for name, expected in manifest["files"].items():
-        content = _read(path / name)
-        if len(content) != expected["bytes"]:
-            raise CheckpointError(f"{path.name}/{name} has {len(content)} bytes, wanted {expected['bytes']}")
-        if hashlib.sha256(content).hexdigest() != expected["sha256"]:
-            raise CheckpointError(f"{path.name}/{name} was changed: its SHA-256 is not the one in the manifest")
-        tensors[name.removesuffix(SUFFIX)] = safetensors.numpy.load(content)
-    return Snapshot(Progress(**manifest["progress"]), manifest["about"], tensors)
+    paths = {number_of(path): path for path in _saves(directory)}
+    if number not in paths:
+        known = ", ".join(map(str, sorted(paths))) or "none"
+        raise CheckpointError(f"there is no checkpoint {number} in {directory}, only {known}")
+    return paths[number]
 
 
-def _write_save(path: Path, snapshot: Snapshot) -> None:
-    path.mkdir()
-    files = {}
-    for group, tensors in snapshot.tensors.items():
-        content = safetensors.numpy.save(tensors)
-        _write(path / (group + SUFFIX), content)
-        files[group + SUFFIX] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    manifest = {
-        "format": FORMAT,
-        "progress": asdict(snapshot.progress),
-        "about": snapshot.about,
-        "files": files,
-    }
-    manifest["checksum"] = _checksum(manifest)
-    _write(path / MANIFEST, json.dumps(manifest, indent=1, sort_keys=True).encode())
-    _sync_directory(path)
+def point_to(directory: Path, number: int) -> Path:
+    """Make the next start begin from this save; the ones after it go with the first save of that run.
 
+    The caller holds the directory's lock (`exclusive`).
 
-def _read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest as written. Its checksum is verified before its format, in every format to come."""
-    where = f"{path.name}/{MANIFEST}"
-    content = _read(path / MANIFEST)
+    Raises:
+        CheckpointError: there is no such save, or it does not pass its checks; nothing has changed then.
+    """
+    path = path_of(directory, number)
+    if problems := verify(path):
+        raise CheckpointError("; ".join(problems))
     try:
-        manifest = json.loads(content)
-        checksum = manifest.pop("checksum")
-    except (ValueError, KeyError, AttributeError):
-        raise CheckpointError(f"{where} is cut off or not a manifest") from None
-    if checksum != _checksum(manifest):
-        raise CheckpointError(f"{where} was changed: its checksum does not match")
-    if manifest["format"] != FORMAT:
-        raise UnknownFormat(
-            f"{where} has format {manifest['format']}, this version reads format {FORMAT}: "
-            "start the version that wrote it, or move the checkpoint away to start without it"
-        )
-    return dict(manifest)
-
-
-def _checksum(manifest: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
+        _point_to(directory, path.name)
     except OSError as error:
-        raise CheckpointError(f"{path.parent.name}/{path.name} cannot be read: {error.strerror}") from None
+        raise CheckpointError(f"cannot write {directory / POINTER}: {error.strerror}") from error
+    return path
 
 
-def _write(path: Path, content: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+def _info(path: Path, *, is_latest: bool) -> SaveInfo:
+    sizes = {file.name: file.stat().st_size for file in path.iterdir()}
+    number, num_bytes = number_of(path), sum(sizes.values())
+    try:
+        manifest = read_manifest(path)
+    except CheckpointError as error:
+        return SaveInfo(number, path, is_latest, num_bytes, problem=str(error))
+    wrong = [name for name, expected in manifest["files"].items() if sizes.get(name) != expected["bytes"]]
+    written_us = (path / MANIFEST).stat().st_mtime_ns // 1000  # format 1 does not say when it began
+    progress = Progress(**manifest["progress"])
+    return SaveInfo(
+        number,
+        path,
+        is_latest,
+        num_bytes,
+        problem=f"{path.name}/{wrong[0]} is missing or cut off" if wrong else None,
+        format=manifest["format"],
+        created_us=manifest.get("created_us", written_us),
+        step=progress.step,
+        position=progress.position,
+        store_version=progress.store_version,
+    )
 
 
 def _point_to(directory: Path, name: str) -> None:
     unfinished = directory / f"{UNFINISHED}{POINTER}"
-    _write(unfinished, name.encode())
+    write(unfinished, name.encode())
     unfinished.replace(directory / POINTER)
-    _sync_directory(directory)
+    sync_directory(directory)
 
 
 def _pointed_at(directory: Path) -> Path | None:
@@ -198,22 +256,14 @@ def _pointed_at(directory: Path) -> Path | None:
         return None
 
 
-def _sync_directory(path: Path) -> None:
-    """Force a directory's entries to disk: a rename alone may be lost with the power."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _saves(directory: Path) -> list[Path]:
     """Finished saves, the newest first."""
     return sorted((path for path in directory.glob(f"{PREFIX}*") if path.name[len(PREFIX) :].isdigit()), reverse=True)
 
 
-def _number(saves: list[Path]) -> int:
-    return int(saves[0].name[len(PREFIX) :]) if saves else 0
+def number_of(path: Path) -> int:
+    """The number of a save by its name."""
+    return int(path.name[len(PREFIX) :])
 
 
 def _discard(path: Path) -> None:

@@ -23,6 +23,9 @@ MAX_LOGIT: Final = math.log((1.0 - CLIP) / CLIP)
 # error of second order in the width over the spread: 4,096 bins would do unless all logits lie close.
 NUM_BINS: Final = 16_384
 WINDOW: Final = 10_000
+# Sums are of whole numbers of 2^-32, the same bits however the events were grouped: adding floats is not associative.
+# An event is rounded by at most 1.2e-10.
+FIXED_BITS: Final = 32
 # Updates are gathered and counted together: numpy costs as much for one event as for hundreds.
 PENDING: Final = 4_096
 
@@ -65,8 +68,8 @@ class Progressive:
         """Begin with nothing seen."""
         # Events with label 0 and 1 in each bin of logits.
         self._counts_2K = np.zeros((2, NUM_BINS), dtype=np.int64)
-        # Sums over all events: logloss, prediction.
-        self._sums_2 = np.zeros(2)
+        # Sums over all events, in units of 2^-32: logloss, prediction.
+        self._sums_2 = [0, 0]
         # The most recent events, as a ring: the next one goes to num_seen % window.
         self._recent_labels_W = np.zeros(window, dtype=np.float32)
         self._recent_logits_W = np.zeros(window, dtype=np.float32)
@@ -98,7 +101,7 @@ class Progressive:
         self._count_pending()
         negatives_K, positives_K = self._counts_2K
         count, num_positives = int(self._counts_2K.sum()), int(positives_K.sum())
-        logloss, prediction = self._sums_2
+        logloss, prediction = (total / (1 << FIXED_BITS) for total in self._sums_2)
         return Quality(
             count=count,
             auc=_auc_of_ranks(negatives_K, positives_K),
@@ -131,7 +134,8 @@ class Progressive:
         self._count_pending()
         return {
             "counts": self._counts_2K.copy(),
-            "sums": self._sums_2.copy(),
+            # Each as its high part and its low 32 bits: 64 would overflow after 130 million events.
+            "fixed_sums": np.array([divmod(total, 1 << FIXED_BITS) for total in self._sums_2], dtype=np.int64),
             "recent_labels": self._recent_labels_W.copy(),
             "recent_logits": self._recent_logits_W.copy(),
             "seen": np.array([self._num_seen, self._num_nonfinite], dtype=np.int64),
@@ -142,7 +146,10 @@ class Progressive:
         if state["counts"].shape != self._counts_2K.shape:
             raise ValueError(f"got metrics with {state['counts'].shape} bins, wanted {self._counts_2K.shape}")
         self._counts_2K = state["counts"].astype(np.int64)
-        self._sums_2 = state["sums"].astype(np.float64)
+        if "fixed_sums" in state:
+            self._sums_2 = [(high << FIXED_BITS) + low for high, low in state["fixed_sums"].tolist()]
+        else:  # as floats, which earlier versions summed
+            self._sums_2 = [round(total * (1 << FIXED_BITS)) for total in state["sums"].tolist()]
         self._recent_labels_W = state["recent_labels"].astype(np.float32)
         self._recent_logits_W = state["recent_logits"].astype(np.float32)
         self._num_seen, self._num_nonfinite = (int(value) for value in state["seen"].astype(np.int64))
@@ -163,7 +170,8 @@ class Progressive:
         bins_N = ((logits_N + MAX_LOGIT) * (NUM_BINS / (2.0 * MAX_LOGIT))).astype(np.int64).clip(0, NUM_BINS - 1)
         bins_N += NUM_BINS * (labels_N > 0.5)
         self._counts_2K += np.bincount(bins_N, minlength=2 * NUM_BINS).reshape(2, NUM_BINS)
-        self._sums_2 += _losses(labels_N, logits_N).sum(), _probabilities(logits_N).sum()
+        for which, values_N in enumerate((_losses(labels_N, logits_N), _probabilities(logits_N))):
+            self._sums_2[which] += int(np.rint(values_N * (1 << FIXED_BITS)).astype(np.int64).sum())
 
     def _remember(self, labels: NDArray[np.float32], logits: NDArray[np.float32]) -> None:
         window = len(self._recent_labels_W)

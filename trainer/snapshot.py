@@ -1,19 +1,21 @@
 """The whole state of a trainer at one place in the log, as tensors: captured, and put back by id.
 
     progress           where the trainer stands: step, log position, version and watermark of the live store
-    table-<name>       ids, slots, stamps, seen_s, counts, rows, accumulators, wide_z, wide_n; removed (slots)
+    table-<name>       ids, slots; removed (slots); all slot and row arrays of `trainer.tables`; sketch
     entity-<name>      ids, slots, stamps, seen_s, counts, records
-    learner            params, accumulators, offset; pair_slots, pair_z, pair_n (only those ever touched)
-    metrics            as given
+    learner            all arrays of `LearnerState`; pair_slots, pair_z, pair_n (only those ever touched)
+    metrics, dedup, guard   as given; `join` is kept free for events that wait for their label
 
-Rows are stored with both id and slot: into tables of the same capacity everything returns to its slot, so that the
-run goes on bit for bit as if it had never stopped; into another capacity each id is placed anew, and what has no
-room is what was used least recently.
+An array that the configuration does not need has length 0 and is left out; where a save lacks one that is needed, it
+starts anew. Rows are stored with both id and slot: into tables of the same capacity everything returns to its slot, so
+that the run goes on bit for bit as if it had never stopped; into another capacity each id is placed anew, and what has
+no room is what was least useful.
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 import numpy.typing as npt
@@ -25,12 +27,16 @@ from trainer.errors import SchemaMismatch
 from trainer.index import Int64s
 from trainer.probe import REMOVED
 from trainer.schema import Schema, Table
-from trainer.settings import ModelSettings
+from trainer.settings import ModelSettings, Settings
 from trainer.tables import Tables
 
 Tensors = dict[str, npt.NDArray[Any]]
-SLOT_STATE = ("stamps", "seen_s", "counts")  # arrays that tables and entities have in common
-ROW_STATE = ("accumulators", "wide_z", "wide_n")
+ENTITY_STATE = ("stamps", "seen_s", "counts")
+# What means something to one optimizer only; under another one it starts anew.
+ROW_OPTIMIZER_STATE = ("accumulators", "moments")
+# Of the learner: what is no optimizer's state.
+WEIGHTS = ("params", "offset")
+SWEEP = "sweep_position"  # a place among slots, so it means nothing among others
 
 
 @dataclass(frozen=True)
@@ -50,45 +56,57 @@ class Progress:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Tensors by group, and `about`: what they were (clocks, widths, signatures), as plain JSON values."""
+    """Tensors by group, and `about`: what they were (scalars, widths, signatures), as plain JSON values.
+
+    `settings` is the whole configuration, for people: a restore goes by `about` alone.
+    """
 
     progress: Progress
     about: dict[str, Any]
     tensors: dict[str, Tensors]
-
-    @property
-    def metrics(self) -> Tensors:
-        """State of the progressive metrics, as it was given to `capture`."""
-        return self.tensors["metrics"]
+    settings: dict[str, Any]
 
 
 def capture(
     tables: Tables,
     entities: Entities,
     learner: LearnerState,
-    model: ModelSettings,
+    settings: Settings,
     *,
     progress: Progress,
-    metrics: Mapping[str, npt.NDArray[Any]],
+    groups: Mapping[str, Mapping[str, npt.NDArray[Any]]],
 ) -> Snapshot:
-    """Copy the state out; what is learned afterwards does not change the snapshot."""
+    """Copy the state out; what is learned afterwards does not change the snapshot.
+
+    `groups`: arrays of other parts by name ("metrics", "dedup", "guard"), given back as `snapshot.tensors[name]`.
+    """
     schema = tables.schema
     tensors = {f"table-{table.name}": _capture_table(tables, table) for table in schema.tables}
     for entity in schema.entities:
         tensors[f"entity-{entity.name}"] = _capture_entity(entities, entity.index)
     tensors["learner"] = _capture_learner(learner)
-    tensors["metrics"] = {name: np.array(values) for name, values in metrics.items()}
+    if taken := tensors.keys() & groups.keys():
+        raise ValueError(f"got groups called {', '.join(sorted(taken))}, which this module writes itself")
+    tensors |= {
+        group: {name: np.array(values, order="C") for name, values in arrays.items()}
+        for group, arrays in groups.items()
+    }
     about = {
         "schema_hash": f"{schema.layout_hash:016x}",
-        "table_clock": tables.clock,
-        "sweep_position": tables.sweep_position,
+        "scalars": dict(tables.scalars),
         "entity_clock": entities.clock,
-        "tables": {table.name: {"width": table.width, "capacity": table.capacity} for table in schema.tables},
+        "tables": _table_signatures(schema, settings),
         "entities": _entity_signatures(schema),
-        "dense": _dense_signature(schema, model),
-        "pairs": _pair_signature(schema, model),
+        "dense": _dense_signature(schema, settings.model),
+        "dense_optimizer": settings.model.optimizer.kind,
+        "pairs": _pair_signature(schema, settings.model),
     }
-    return Snapshot(progress, about, tensors)
+    return Snapshot(progress, about, tensors, _without_password(settings))
+
+
+def saved_capacities(snapshot: Snapshot) -> dict[str, tuple[int, int]]:
+    """Slots of each saved table: (in force, as configured); they differ after a table was resized while running."""
+    return {name: (saved["capacity"], saved["configured"]) for name, saved in snapshot.about["tables"].items()}
 
 
 def restore(
@@ -97,7 +115,7 @@ def restore(
     """Put a snapshot into newly made tables, entities and learner state; returns what could not be kept, in sentences.
 
     Tables are matched by name and width: a new one starts empty, one that is gone is dropped. Entity records, dense
-    weights and pairs are kept where their layout is the same, else they start anew.
+    weights, optimizer state and pairs are kept where they mean the same, else they start anew.
 
     Raises:
         SchemaMismatch: a table has another width than the saved one.
@@ -111,21 +129,23 @@ def restore(
                 "give it the old width, or the table a new name to start it empty"
             )
     notes = _differences(about, schema, model)
-    same_size = all(about["tables"].get(t.name, {}).get("capacity") == t.capacity for t in schema.tables)
-    tables.clock = about["table_clock"]
-    tables.sweep_position = about["sweep_position"] if same_size else 0
+    same_slots = {n: saved["capacity"] for n, saved in about["tables"].items()} == {
+        table.name: table.capacity for table in schema.tables
+    }
+    scalars = {name: value for name, value in about["scalars"].items() if same_slots or name != SWEEP}
+    first_scalars = tables.scalars  # for numbers that the save does not know
     entities.clock = about["entity_clock"]
     for table in schema.tables:
         if table.name in about["tables"]:
             notes += _restore_table(snapshot.tensors[f"table-{table.name}"], tables, table, about["tables"][table.name])
+    tables.load_scalars(first_scalars | scalars)
     signatures = _entity_signatures(schema)
     for entity in schema.entities:
         saved = about["entities"].get(entity.name)
         if saved is not None and saved["layout"] == signatures[entity.name]["layout"]:
             same_size = saved["capacity"] == entity.capacity
             notes += _restore_entity(snapshot.tensors[f"entity-{entity.name}"], entities, entity.index, same_size)
-    _restore_learner(snapshot, learner, schema, model)
-    return notes
+    return notes + _restore_learner(snapshot, learner, schema, model)
 
 
 def _capture_table(tables: Tables, table: Table) -> Tensors:
@@ -133,16 +153,19 @@ def _capture_table(tables: Tables, table: Table) -> Tensors:
     base = int(tables.slot_base_T[table.index])
     slots_N = base + local_N
     keys = tables.keys[base : base + table.capacity]
-    tensors = {"ids": tables.keys[slots_N], "slots": local_N, "removed": np.flatnonzero(keys == REMOVED)}
-    tensors |= {name: getattr(tables, name)[slots_N] for name in SLOT_STATE + ROW_STATE}
-    return tensors | {"rows": tables.rows(table.index)[local_N]}
+    tensors: Tensors = {"ids": tables.keys[slots_N], "slots": local_N, "removed": np.flatnonzero(keys == REMOVED)}
+    tensors |= {name: array[slots_N] for name, array in tables.slot_arrays.items() if len(array)}
+    tensors |= {name: array[local_N] for name, array in tables.row_arrays(table.index).items() if len(array)}
+    sketch = tables.sketch(table.index)
+    return tensors | ({"sketch": sketch.copy()} if len(sketch) else {})
 
 
 def _capture_entity(entities: Entities, entity: int) -> Tensors:
     local_N = entities.occupied(entity)
-    slots_N = int(entities.layout.entities_E8[entity, SLOT_BASE]) + local_N
-    tensors = {"ids": entities.keys[slots_N], "slots": local_N}
-    tensors |= {name: getattr(entities, name)[slots_N] for name in SLOT_STATE}
+    base, capacity = entities.layout.entities_E8[entity, [SLOT_BASE, CAPACITY]].tolist()
+    slots_N, keys = base + local_N, entities.keys[base : base + capacity]
+    tensors: Tensors = {"ids": entities.keys[slots_N], "slots": local_N, "removed": np.flatnonzero(keys == REMOVED)}
+    tensors |= {name: getattr(entities, name)[slots_N] for name in ENTITY_STATE}
     return tensors | {"records": entities.records(entity)[local_N]}
 
 
@@ -150,75 +173,121 @@ def _capture_learner(learner: LearnerState) -> Tensors:
     # By bits, not by value: a state of -0.0 has been touched.
     touched = (learner.pair_z.view(np.uint32) | learner.pair_n.view(np.uint32)) != 0
     slots_N = np.flatnonzero(touched)
-    return {
-        "params": learner.params.copy(),
-        "accumulators": learner.accumulators.copy(),
-        "offset": learner.offset.copy(),
-        "pair_slots": slots_N,
-        "pair_z": learner.pair_z[slots_N],
-        "pair_n": learner.pair_n[slots_N],
-    }
+    tensors: Tensors = {name: array.copy() for name, array in learner.arrays.items() if len(array)}
+    return tensors | {"pair_slots": slots_N, "pair_z": learner.pair_z[slots_N], "pair_n": learner.pair_n[slots_N]}
 
 
-def _restore_table(tensors: Tensors, tables: Tables, table: Table, saved: dict[str, int]) -> list[str]:
+def _restore_table(tensors: Tensors, tables: Tables, table: Table, saved: dict[str, Any]) -> list[str]:
     base = int(tables.slot_base_T[table.index])
     same_size = saved["capacity"] == table.capacity
     if same_size:
         tables.keys[base + tensors["removed"]] = REMOVED
-    kept_N, slots_N = _slots(tensors, tables.keys, base, table.capacity, same_size=same_size)
-    for name in SLOT_STATE + ROW_STATE:
-        getattr(tables, name)[slots_N] = tensors[name][kept_N]
-    tables.rows(table.index)[slots_N - base] = tensors["rows"][kept_N]
-    tables.num_rows_T[table.index] = len(kept_N)
-    return _dropped(f"table {table.name}", len(tensors["ids"]) - len(kept_N), table.capacity)
+    order_N = None if same_size else _most_useful_first(tensors, table)
+    kept_N, slots_N = _slots(tensors, tables.keys, base, table.capacity, order_N)
+    same_optimizer = saved["optimizer"] == table.spec.optimizer.kind
+    places: dict[str, tuple[npt.NDArray[Any], Int64s]]
+    places = {name: (array, slots_N) for name, array in tables.slot_arrays.items() if len(array)}
+    places |= {name: (array, slots_N - base) for name, array in tables.row_arrays(table.index).items() if len(array)}
+    lacking = []
+    for name, (array, at_N) in places.items():
+        if name in tensors and (same_optimizer or name not in ROW_OPTIMIZER_STATE):
+            array[at_N] = tensors[name][kept_N]
+            continue
+        array[at_N] = table.initial_accumulator if name == "accumulators" else 0
+        if name not in ROW_OPTIMIZER_STATE:  # of those, the optimizer's note speaks
+            lacking.append(name)
+    sketch = tables.sketch(table.index)
+    saved_sketch = tensors.get("sketch", sketch[:0])
+    if len(sketch) == len(saved_sketch):
+        sketch[:] = saved_sketch
+    elif len(sketch):
+        lacking.append("sketch")
+    tables.num_rows_T[table.index] = len(slots_N)
+    return _dropped(f"table {table.name}", len(tensors["ids"]) - len(slots_N), table.capacity) + [
+        f"table {table.name}: the checkpoint has no {name} that fits, it starts anew" for name in lacking
+    ]
 
 
 def _restore_entity(tensors: Tensors, entities: Entities, entity: int, same_size: bool) -> list[str]:
     base, capacity = entities.layout.entities_E8[entity, [SLOT_BASE, CAPACITY]].tolist()
-    kept_N, slots_N = _slots(tensors, entities.keys, base, capacity, same_size=same_size)
-    for name in SLOT_STATE:
+    order_N = None if same_size else _latest_first(tensors["stamps"])
+    if same_size and "removed" in tensors:  # a save of format 1 has none
+        entities.keys[base + tensors["removed"]] = REMOVED
+    kept_N, slots_N = _slots(tensors, entities.keys, base, capacity, order_N)
+    for name in ENTITY_STATE:
         getattr(entities, name)[slots_N] = tensors[name][kept_N]
     entities.records(entity)[slots_N - base] = tensors["records"][kept_N]
     name = entities.layout.entities[entity].name
-    return _dropped(f"entity {name}", len(tensors["ids"]) - len(kept_N), capacity)
+    return _dropped(f"entity {name}", len(tensors["ids"]) - len(slots_N), capacity)
 
 
-def _slots(tensors: Tensors, keys: Int64s, base: int, capacity: int, *, same_size: bool) -> tuple[Int64s, Int64s]:
-    """Give the saved ids their slots: (which of them, their global slots)."""
+def _slots(
+    tensors: Tensors, keys: Int64s, base: int, capacity: int, order_N: Int64s | None
+) -> tuple[Int64s | slice, Int64s]:
+    """Give the saved ids their own slots, or new ones in the order given: (which of them, their global slots)."""
     ids_N = tensors["ids"]
-    if same_size:
+    if order_N is None:
         slots_N = base + tensors["slots"]
         keys[slots_N] = ids_N
-        return np.arange(len(ids_N)), slots_N
-    newest_first_N = np.argsort(-tensors["stamps"], kind="stable")
-    slots_N = np.empty(len(ids_N), np.int64)
-    index.reinsert(keys, base, capacity, ids_N[newest_first_N], slots_N)
-    placed = slots_N >= 0
-    return newest_first_N[placed], slots_N[placed]
+        return slice(None), slots_N
+    slots_in_order_N, slots_N = np.empty((2, len(ids_N)), np.int64)
+    index.reinsert(keys, base, capacity, ids_N[order_N], slots_in_order_N)
+    slots_N[order_N] = slots_in_order_N
+    # As saved, which is by slot: home slots of every capacity lie in one order, so copying runs through memory.
+    kept_N = np.flatnonzero(slots_N >= 0)
+    return kept_N, slots_N[kept_N]
 
 
-def _restore_learner(snapshot: Snapshot, learner: LearnerState, schema: Schema, model: ModelSettings) -> None:
+def _most_useful_first(tensors: Tensors, table: Table) -> Int64s:
+    """The order in which eviction would take them, turned round."""
+    stamps_N = tensors["stamps"]
+    if table.spec.eviction == "lru":
+        return _latest_first(stamps_N)
+    # log2 of a count that halves every `lfu_half_life` rows, up to the same constant for all.
+    return _latest_first(np.log2(tensors["counts"] + 1.0) + stamps_N / table.spec.lfu_half_life)
+
+
+def _latest_first(scores_N: npt.NDArray[Any]) -> Int64s:
+    """Descending; of equal ones the first comes last, which is as good as any and always the same."""
+    return np.argsort(scores_N, kind="stable")[::-1]
+
+
+def _restore_learner(snapshot: Snapshot, learner: LearnerState, schema: Schema, model: ModelSettings) -> list[str]:
     tensors, about = snapshot.tensors["learner"], snapshot.about
-    learner.offset[:] = tensors["offset"]
-    if about["dense"] == _dense_signature(schema, model):
-        learner.params[:] = tensors["params"]
-        learner.accumulators[:] = tensors["accumulators"]
+    notes = []
+    same_network = about["dense"] == _dense_signature(schema, model)
+    same_optimizer = about["dense_optimizer"] == model.optimizer.kind
+    for name, array in learner.arrays.items():
+        kept = name == "offset" or (same_network and (same_optimizer or name in WEIGHTS))
+        if not kept or len(array) == 0:
+            continue
+        if name in tensors and tensors[name].shape == array.shape:
+            array[:] = tensors[name]
+        else:
+            notes.append(f"the network: the checkpoint has no {name} that fits, it starts anew")
     if about["pairs"] == _pair_signature(schema, model):
         learner.pair_z[tensors["pair_slots"]] = tensors["pair_z"]
         learner.pair_n[tensors["pair_slots"]] = tensors["pair_n"]
+    return notes
 
 
 def _differences(about: dict[str, Any], schema: Schema, model: ModelSettings) -> list[str]:
     """What of a save cannot be used under this schema."""
     notes = [f"table {name} is new and starts empty" for name in _missing(about["tables"], schema.tables)]
-    known = {table.name for table in schema.tables}
+    known = {table.name: table for table in schema.tables}
     notes += [f"table {name} is no longer configured and is dropped" for name in about["tables"] if name not in known]
+    for name, saved in about["tables"].items():
+        if name in known and (kind := known[name].spec.optimizer.kind) != saved["optimizer"]:
+            notes.append(f"table {name}: its optimizer was {saved['optimizer']} and is {kind}: its state starts anew")
     signatures = _entity_signatures(schema)
     for name, saved in about["entities"].items():
         if signatures.get(name, {}).get("layout") != saved["layout"]:
             notes.append(f"entity {name} has other features now: its records start anew")
     if about["dense"] != _dense_signature(schema, model):
         notes.append("the network has other inputs or layers now: its dense weights start anew")
+    elif about["dense_optimizer"] != model.optimizer.kind:
+        was, now = about["dense_optimizer"], model.optimizer.kind
+        notes.append(f"the network: its optimizer was {was} and is {now}: its state starts anew")
     if about["pairs"] != _pair_signature(schema, model):
         notes.append("the hashed pairs are others now: their weights start anew")
     return notes
@@ -229,7 +298,30 @@ def _missing(saved: dict[str, Any], tables: Iterable[Table]) -> list[str]:
 
 
 def _dropped(what: str, count: int, capacity: int) -> list[str]:
-    return [f"{what}: no room for {count} ids in {capacity} slots, the least recently used are dropped"] * (count > 0)
+    return [f"{what}: no room for {count} ids in {capacity} slots, the least useful are dropped"] * (count > 0)
+
+
+def _without_password(settings: Settings) -> dict[str, Any]:
+    """The configuration as JSON values; checkpoints are copied about, so the broker's password is left out."""
+    values = settings.model_dump(mode="json")
+    password = urlsplit(settings.stream.url or "").password
+    if password:
+        values["stream"]["url"] = values["stream"]["url"].replace(f":{password}@", ":***@")
+    return values
+
+
+def _table_signatures(schema: Schema, settings: Settings) -> dict[str, Any]:
+    """Per table: its width, the optimizer whose state it holds, its capacity in force and the configured one."""
+    configured = {table.name: table.capacity for table in Schema.from_settings(settings).tables}
+    return {
+        table.name: {
+            "width": table.width,
+            "optimizer": table.spec.optimizer.kind,
+            "capacity": table.capacity,
+            "configured": configured[table.name],
+        }
+        for table in schema.tables
+    }
 
 
 def _entity_signatures(schema: Schema) -> dict[str, Any]:

@@ -3,21 +3,28 @@
 import hashlib
 import json
 import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
+import safetensors.numpy
 
 from tests.unit.test_entities import batch_of, example, fact
 from trainer import checkpoint
-from trainer.checkpoint import load, load_latest, save, saved_progress
+from trainer.checkpoint import listing, load, load_latest, path_of, point_to, save, saved_progress, verify
 from trainer.dense import LearnerState
 from trainer.entities import Entities
 from trainer.errors import CheckpointError, SchemaMismatch
+from trainer.hashing import hash_values
+from trainer.manifest import MANIFEST
 from trainer.schema import Schema
-from trainer.settings import Settings
-from trainer.snapshot import Progress, Snapshot, capture, restore
+from trainer.settings import ModelSettings, Settings
+from trainer.snapshot import Progress, Snapshot, capture, restore, saved_capacities
 from trainer.tables import Ids, Tables
 
 TABLES: dict[str, Any] = {"user": {"width": 4, "capacity": 128, "ttl_s": 50}, "item": {"width": 8, "capacity": 300}}
@@ -33,11 +40,12 @@ class Trainer:
     """The state that a trainer would have, moved by random steps instead of learning."""
 
     def __init__(self, *, tables: Any = TABLES, features: Any = FEATURES, item_records: int = 64, **model: Any) -> None:
-        model = {"pairs": [["user", "item"]], "pair_bits": 8, "hidden": [4]} | model
+        model = {"wide": True, "pairs": [["user", "item"]], "pair_bits": 8, "hidden": [4]} | model
         entities = {"item": {"key": "item", "capacity": item_records}}
         settings = Settings.model_validate(
             {"tables": tables, "features": features, "entities": entities, "model": model}
         )
+        self.settings = settings
         self.schema, self.model = Schema.from_settings(settings), settings.model
         self.tables, self.entities = Tables(self.schema, self.model), Entities(self.schema)
         self.learner = LearnerState.initial(self.schema, self.model)
@@ -68,8 +76,8 @@ class Trainer:
 
     def capture(self, position: str = "7-1") -> Snapshot:
         progress = Progress(step=self.step, position=position, store_version=11 << 40, watermark_us=12)
-        metrics = {"histogram": np.arange(5.0), "count": np.array(3)}
-        return capture(self.tables, self.entities, self.learner, self.model, progress=progress, metrics=metrics)
+        groups = {"metrics": {"histogram": np.arange(5.0), "count": np.array(3)}, "dedup": {}}
+        return capture(self.tables, self.entities, self.learner, self.settings, progress=progress, groups=groups)
 
     def restored(self, snapshot: Snapshot) -> list[str]:
         self.step = snapshot.progress.step
@@ -111,14 +119,31 @@ def test_a_run_goes_on_as_if_it_had_never_stopped(tmp_path: Path) -> None:
     assert loaded.problems == []
     assert loaded.snapshot is not None
     assert loaded.snapshot.progress == Progress(30, "7-1", 11 << 40, 12)
-    assert loaded.snapshot.metrics["histogram"].tolist() == [0, 1, 2, 3, 4]
-    assert loaded.snapshot.metrics["count"] == 3
+    assert loaded.snapshot.tensors["metrics"]["histogram"].tolist() == [0, 1, 2, 3, 4]
+    assert loaded.snapshot.tensors["metrics"]["count"] == 3
     assert resumed.restored(loaded.snapshot) == []
     resumed.run(30)
     assert resumed.rows_by_id(1) == uninterrupted.rows_by_id(1)
     np.testing.assert_array_equal(resumed.tables.keys, uninterrupted.tables.keys)
     np.testing.assert_array_equal(resumed.learner.params, uninterrupted.learner.params)
     np.testing.assert_array_equal(resumed.entities.words, uninterrupted.entities.words)
+
+
+@pytest.mark.parametrize("admission", [{"kind": "count", "halve_every": 150}, {"kind": "probability"}])
+@pytest.mark.parametrize("eviction", ["lru", "lfu"])
+def test_admission_and_eviction_go_on_as_if_the_run_had_never_stopped(
+    tmp_path: Path, admission: dict[str, Any], eviction: str
+) -> None:
+    tables = {name: table | {"admission": admission, "eviction": eviction} for name, table in TABLES.items()}
+    save(tmp_path, Trainer(tables=tables).run(25).capture(), keep=1)
+    resumed, uninterrupted = Trainer(tables=tables), Trainer(tables=tables).run(70)
+    assert resumed.restored(load(path_of(tmp_path, 1))) == []
+    resumed.run(45)
+    assert resumed.tables.scalars == uninterrupted.tables.scalars
+    for table in (0, 1):
+        assert resumed.rows_by_id(table) == uninterrupted.rows_by_id(table)
+        np.testing.assert_array_equal(resumed.tables.sketch(table), uninterrupted.tables.sketch(table))
+    np.testing.assert_array_equal(resumed.tables.keys, uninterrupted.tables.keys)
 
 
 def test_a_restored_trainer_has_every_bit_of_the_saved_one(tmp_path: Path) -> None:
@@ -144,7 +169,10 @@ def test_saving_changes_nothing_and_a_snapshot_does_not_change(tmp_path: Path) -
 
 def test_the_same_state_makes_the_same_bytes(tmp_path: Path) -> None:
     a, b = (save(tmp_path / name, Trainer().run(5).capture(), keep=1) for name in ("a", "b"))
-    assert {p.name: p.read_bytes() for p in a.iterdir()} == {p.name: p.read_bytes() for p in b.iterdir()}
+    one, other = (json.loads((path / MANIFEST).read_text()) for path in (a, b))
+    assert one["files"] == other["files"]  # by their SHA-256
+    assert one.keys() == other.keys()
+    assert [name for name in one if one[name] != other[name]] == ["checksum", "created_us"]
 
 
 def test_rows_keep_their_ids_in_a_larger_capacity() -> None:
@@ -241,7 +269,7 @@ def test_a_damaged_save_is_refused_and_the_previous_one_used(tmp_path: Path, nam
 
 
 def test_a_flip_anywhere_in_a_manifest_is_noticed(tmp_path: Path) -> None:
-    path = save(tmp_path, Trainer().run(1).capture(), keep=1) / checkpoint.MANIFEST
+    path = save(tmp_path, Trainer().run(1).capture(), keep=1) / MANIFEST
     good, text = path.read_bytes(), json.loads(path.read_text())
     for at in range(0, len(good), 7):
         flip_a_bit(path, at)
@@ -276,12 +304,11 @@ def test_a_lost_pointer_is_said_and_the_newest_used(tmp_path: Path) -> None:
 
 def test_the_format_of_another_version_is_refused_and_nothing_older_used(tmp_path: Path) -> None:
     save(tmp_path, Trainer().run(1).capture(), keep=2)
-    path = save(tmp_path, Trainer().run(2).capture(), keep=2) / checkpoint.MANIFEST
-    manifest = json.loads(path.read_text()) | {"format": 99}
-    del manifest["checksum"]
-    manifest["checksum"] = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-    path.write_text(json.dumps(manifest))
-    with pytest.raises(CheckpointError, match=r"manifest\.json has format 99, this version reads format 1: start the"):
+    path = save(tmp_path, Trainer().run(2).capture(), keep=2) / MANIFEST
+    write_manifest(path, json.loads(path.read_text()) | {"format": 99})
+    with pytest.raises(
+        CheckpointError, match=r"manifest\.json has format 99, this version reads formats 1 to 2: start the"
+    ):
         load_latest(tmp_path)
 
 
@@ -293,7 +320,7 @@ def test_a_save_killed_at_any_point_leaves_the_one_before_or_is_whole(tmp_path: 
     for effects in range(100):
         child = os.fork()
         if child == 0:
-            _die_after(effects)
+            die_before(effects, lambda: os._exit(9))
             save(tmp_path, trainer.capture("2-0"), keep=1)
             os._exit(0)
         finished = os.waitpid(child, 0)[1] == 0
@@ -309,15 +336,15 @@ def test_a_save_killed_at_any_point_leaves_the_one_before_or_is_whole(tmp_path: 
     assert not list(tmp_path.glob(".*")), "a finished save sweeps up what killed ones left"
 
 
-def _die_after(effects: int) -> None:
-    """End this process like kill -9 before the given forced write, rename or removal."""
+def die_before(effects: int, die: Callable[[], None]) -> None:
+    """Let this process die before the given forced write, rename or removal."""
     left = [effects]
 
     def counted(call: Any) -> Any:
         def wrapper(*arguments: Any, **named: Any) -> Any:
             left[0] -= 1
             if left[0] < 0:
-                os._exit(9)
+                die()
             return call(*arguments, **named)
 
         return wrapper
@@ -340,3 +367,250 @@ def test_a_full_disk_is_said_and_costs_nothing(tmp_path: Path, monkeypatch: pyte
     assert sorted(path.name for path in tmp_path.iterdir()) == ["LATEST", "save-00000001"]
     save(tmp_path, trainer.capture("3-0"), keep=2)
     assert [progress.position for progress in saved_progress(tmp_path)] == ["3-0", "1-0"]
+
+
+def says(id_: int, step: int, width: int) -> Any:
+    """A row that tells whose it is and when it was written."""
+    return np.array([id_, step, *((id_ * 31 + step * 7 + k) % 1009 for k in range(width - 2))], np.float32)
+
+
+class SelfDescribing(Trainer):
+    """Every row, record and state says which id it belongs to and at which step it was last touched."""
+
+    def run(self, steps: int) -> "SelfDescribing":
+        for _ in range(steps):
+            self.step += 1
+            ids_BC = np.random.default_rng(self.step).integers(0, 2000, (20, 2))
+            self.tables.assign(Ids(ids_BC), None, self.step)
+            for t in (0, 1):
+                for id_ in set(ids_BC[:, t].tolist()):
+                    (slot,) = self.tables.find(t, np.array([id_]))
+                    if slot >= 0:
+                        rows = self.tables.rows(t)
+                        rows[slot - self.tables.slot_base_T[t]] = says(id_, self.step, rows.shape[1])
+                        self.tables.accumulators[slot] = id_ + self.step
+            self.entities.apply(batch_of(fact(int(ids_BC[0, 1]), price=ids_BC[0, 1] + 0.5), schema=self.schema))
+            self.learner.params[:] = self.step
+        return self
+
+    def check(self, step: int) -> list[int]:
+        """Everything is what it says it is; the number of rows of each table."""
+        for t in (0, 1):
+            for id_, (*row, accumulator, _, _, seen_s, _) in self.rows_by_id(t).items():
+                assert row[0] == id_ and row[1] == seen_s <= step
+                assert row == says(id_, int(row[1]), len(row)).tolist()
+                assert accumulator == id_ + row[1]
+        for slot in self.entities.occupied(0):
+            price = self.entities.records(0)[slot, 1:2].view(np.float32)[0]
+            assert hash_values([int(price - 0.5)]) == self.entities.keys[slot]
+        assert (self.learner.params == step).all()
+        return [self.tables.num_rows(0), self.tables.num_rows(1)]
+
+
+@pytest.mark.parametrize("scale", [1, 0.7, 3])
+@pytest.mark.parametrize("eviction", ["lru", "lfu"])
+def test_a_model_that_tells_its_id_and_step_is_what_it_says_after_every_restore(
+    tmp_path: Path, scale: float, eviction: str
+) -> None:
+    tables = {"user": {"width": 4, "capacity": 128}, "item": {"width": 8, "capacity": 300}}
+    saved = SelfDescribing(tables={n: t | {"eviction": eviction} for n, t in tables.items()}).run(60)
+    before = saved.check(60)
+    resized = {n: t | {"eviction": eviction, "capacity": int(scale * int(t["capacity"]))} for n, t in tables.items()}
+    restored = SelfDescribing(tables=resized, item_records=int(64 * scale) + 20)
+    restored.restored(load(save(tmp_path, saved.capture(), keep=1)))
+    after = restored.check(60)
+    assert after == before if scale >= 1 else 0.5 * sum(before) < sum(after) < sum(before)
+    restored.run(20).check(80)
+
+
+def test_a_smaller_table_that_evicts_by_use_keeps_the_ids_used_most() -> None:
+    tables = {**TABLES, "item": {"width": 8, "capacity": 300, "eviction": "lfu"}}
+    saved = Trainer(tables=tables).run(25)
+    occupied = saved.tables.slot_base_T[1] + saved.tables.occupied(1)
+    saved.tables.counts[occupied] = np.arange(1, len(occupied) + 1)
+    saved.tables.stamps[occupied] = saved.tables.clock - np.arange(len(occupied))  # the most used are the oldest
+    smaller = Trainer(tables={**tables, "item": tables["item"] | {"capacity": 64}})
+    smaller.restored(saved.capture())
+    kept = smaller.tables.counts[smaller.tables.slot_base_T[1] + smaller.tables.occupied(1)]
+    assert kept.mean() > len(occupied) - 70
+
+
+def test_both_the_capacity_in_force_and_the_configured_one_are_told(tmp_path: Path) -> None:
+    saved = Trainer().run(3)
+    saved.schema = saved.tables.schema = replace(  # as after a resize while running
+        saved.schema, tables=(saved.schema.tables[0], replace(saved.schema.tables[1], capacity=300))
+    )
+    saved.settings = Settings.model_validate(
+        saved.settings.model_dump() | {"tables": {**TABLES, "item": {"width": 8, "capacity": 500}}}
+    )
+    snapshot = load(save(tmp_path, saved.capture(), keep=1))
+    assert saved_capacities(snapshot) == {"user": (128, 128), "item": (300, 500)}
+
+
+def test_the_manifest_holds_the_configuration_without_the_brokers_password(tmp_path: Path) -> None:
+    trainer = Trainer().run(1)
+    stream = {"url": "redis://joe:s3cret@host:6379/0"}
+    trainer.settings = Settings.model_validate(trainer.settings.model_dump() | {"stream": stream})
+    path = save(tmp_path, trainer.capture(), keep=1)
+    text = (path / MANIFEST).read_text()
+    assert "s3cret" not in text and "redis://joe:***@host:6379/0" in text
+    assert Settings.model_validate(load(path).settings).tables == trainer.settings.tables
+    rows = {f"table-{table.name}": trainer.tables.num_rows(table.index) for table in trainer.schema.tables}
+    assert json.loads(text)["num_rows"] == rows | {"entity-item": 1}
+
+
+def test_state_of_another_optimizer_starts_anew_and_rows_stay() -> None:
+    saved = Trainer().run(10)
+    sgd = {"user": TABLES["user"], "item": TABLES["item"] | {"optimizer": {"kind": "sgd", "initial_accumulator": 0.5}}}
+    changed = Trainer(tables=sgd, optimizer={"kind": "sgd"})
+    notes = changed.restored(saved.capture())
+    assert notes == [
+        "table item: its optimizer was adagrad and is sgd: its state starts anew",
+        "the network: its optimizer was adagrad and is sgd: its state starts anew",
+    ]
+    assert changed.rows_by_id(0) == saved.rows_by_id(0)
+    rows, before = changed.rows_by_id(1), saved.rows_by_id(1)
+    assert {id_: row[:8] for id_, row in rows.items()} == {id_: row[:8] for id_, row in before.items()}
+    assert {row[8] for row in rows.values()} == {0.5}
+    np.testing.assert_array_equal(changed.learner.params, saved.learner.params)
+    fresh = LearnerState.initial(changed.schema, changed.model)
+    np.testing.assert_array_equal(changed.learner.accumulators, fresh.accumulators)
+
+
+def test_an_array_that_the_save_lacks_starts_anew_and_is_named(tmp_path: Path) -> None:
+    snapshot = Trainer().run(10).capture()
+    del snapshot.tensors["table-item"]["wide_z"]
+    del snapshot.tensors["learner"]["accumulators"]
+    restored = Trainer()
+    assert restored.restored(load(save(tmp_path, snapshot, keep=1))) == [
+        "table item: the checkpoint has no wide_z that fits, it starts anew",
+        "the network: the checkpoint has no accumulators that fits, it starts anew",
+    ]
+    assert {row[-4] for row in restored.rows_by_id(1).values()} == {0.0}
+
+
+class Counting(Tables):
+    """Tables that count sightings of ids without a row, for the second table."""
+
+    def __init__(self, schema: Schema, model: ModelSettings, num_counters: int) -> None:
+        super().__init__(schema, model)
+        self.counters = np.zeros(num_counters, np.uint8)
+
+    def sketch(self, table: int) -> npt.NDArray[np.uint8]:
+        return self.counters[: len(self.counters) * table]
+
+
+@pytest.mark.parametrize(("num_counters", "notes"), [(64, 0), (128, 1), (0, 0)])
+def test_a_sketch_is_kept_where_it_has_the_same_size(tmp_path: Path, num_counters: int, notes: int) -> None:
+    saved, restored = Trainer(), Trainer()
+    saved.tables = Counting(saved.schema, saved.model, 64)
+    saved.tables.counters[:] = np.arange(64)
+    restored.tables = Counting(restored.schema, restored.model, num_counters)
+    said = restored.restored(load(save(tmp_path, saved.capture(), keep=1)))
+    assert said == ["table item: the checkpoint has no sketch that fits, it starts anew"] * notes
+    assert restored.tables.counters.tolist() == (list(range(64)) if num_counters == 64 else [0] * num_counters)
+
+
+def test_groups_come_back_by_name_and_may_not_take_the_trainers_own(tmp_path: Path) -> None:
+    trainer = Trainer().run(1)
+    progress = Progress(1, "1-1", 0, 0)
+    state = (trainer.tables, trainer.entities, trainer.learner, trainer.settings)
+    fortran = np.asfortranarray(np.arange(6).reshape(2, 3))
+    snapshot = capture(*state, progress=progress, groups={"guard": {"window": fortran}})
+    fortran[:] = 0
+    loaded = load(save(tmp_path, snapshot, keep=1))
+    np.testing.assert_array_equal(loaded.tensors["guard"]["window"], np.arange(6).reshape(2, 3))
+    with pytest.raises(ValueError, match="groups called learner"):
+        capture(*state, progress=progress, groups={"learner": {}})
+
+
+def as_format_1(path: Path, trainer: Trainer) -> None:
+    """Turn a save into what the first format was: other numbers, no configuration, every array always there."""
+    manifest = json.loads((path / MANIFEST).read_text())
+    about = manifest["about"]
+    scalars = about.pop("scalars")
+    about |= {"table_clock": scalars["clock"], "sweep_position": scalars["sweep_position"]}
+    del about["dense_optimizer"]
+    for table in about["tables"].values():
+        del table["optimizer"], table["configured"]
+    for name in ("created_us", "settings", "num_rows", "checksum"):
+        del manifest[name]
+    (path / "dedup.safetensors").unlink()
+    del manifest["files"]["dedup.safetensors"]
+    for table in trainer.schema.tables:
+        name = f"table-{table.name}.safetensors"
+        local_N = trainer.tables.occupied(table.index)
+        slots_N = trainer.tables.slot_base_T[table.index] + local_N
+        state = {n: getattr(trainer.tables, n)[slots_N] for n in STATE if n not in ("keys", "weights")}
+        tensors = safetensors.numpy.load_file(path / name)
+        own = {n: tensors[n] for n in ("ids", "slots", "removed", "rows")}
+        content = safetensors.numpy.save({**own, **state, "stamps": state["stamps"].astype(np.int64)})
+        (path / name).write_bytes(content)
+        manifest["files"][name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    write_manifest(path / MANIFEST, manifest | {"format": 1})
+
+
+def write_manifest(path: Path, manifest: dict[str, Any]) -> None:
+    manifest.pop("checksum", None)
+    manifest["checksum"] = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+    path.write_text(json.dumps(manifest, indent=1, sort_keys=True))
+
+
+def test_a_save_of_format_1_is_read(tmp_path: Path) -> None:
+    saved, restored = Trainer().run(25), Trainer()
+    path = save(tmp_path, saved.capture(), keep=1)
+    as_format_1(path, saved)
+    snapshot = load(path)
+    assert restored.restored(snapshot) == []
+    assert [restored.tables.clock, restored.tables.sweep_position] == [saved.tables.clock, saved.tables.sweep_position]
+    assert restored.run(10).rows_by_id(1) == saved.run(10).rows_by_id(1)
+    assert saved_capacities(snapshot) == {"user": (128, 128), "item": (300, 300)}
+    (info,) = listing(tmp_path)
+    assert info.format == 1 and info.problem is None and info.created_us is not None
+    assert verify(path) == []
+
+
+def test_saves_are_listed_with_what_is_wrong_with_them(tmp_path: Path) -> None:
+    trainer = Trainer()
+    for step in range(4):
+        save(tmp_path, trainer.run(1).capture(f"{step}-0"), keep=9)
+    (path_of(tmp_path, 2) / "learner.safetensors").unlink()
+    flip_a_bit(path_of(tmp_path, 3) / MANIFEST, 50)
+    flip_a_bit(path_of(tmp_path, 1) / "learner.safetensors", 300)
+    four, three, two, one = listing(tmp_path)
+    assert (four.number, four.is_latest, four.problem, four.format) == (4, True, None, 2)
+    assert (four.step, four.position, four.store_version) == (4, "3-0", 11 << 40)
+    assert four.num_bytes == sum(file.stat().st_size for file in four.path.iterdir())
+    assert four.created_us is not None and abs(four.created_us / 1e6 - time.time()) < 60
+    assert three.problem is not None and three.problem.startswith("save-00000003/manifest.json") and three.step is None
+    assert two.problem == "save-00000002/learner.safetensors is missing or cut off" and two.position == "1-0"
+    assert one.problem is None, "only verify reads every byte"
+    assert [len(verify(info.path)) for info in (four, three, two, one)] == [0, 1, 1, 1]
+    assert verify(one.path)[0].startswith("save-00000001/learner.safetensors was changed")
+    assert not any(info.is_latest for info in (three, two, one))
+
+
+def test_a_start_begins_from_the_save_that_was_pointed_to_and_leaves_the_later_ones(tmp_path: Path) -> None:
+    trainer = Trainer()
+    for step in range(1, 6):
+        save(tmp_path, trainer.run(1).capture(f"{step}-0"), keep=4)
+    assert point_to(tmp_path, 3) == path_of(tmp_path, 3)
+    rolled_back = load_latest(tmp_path)
+    assert rolled_back.path == path_of(tmp_path, 3) and rolled_back.problems == []
+    assert [info.number for info in listing(tmp_path) if info.is_latest] == [3]
+    flip_a_bit(path_of(tmp_path, 3) / "learner.safetensors", 300)
+    assert load_latest(tmp_path).path == path_of(tmp_path, 2), "not what the rollback turned away from"
+    flip_a_bit(path_of(tmp_path, 3) / "learner.safetensors", 300)
+    save(tmp_path, trainer.capture("3.5-0"), keep=4)
+    assert [info.number for info in listing(tmp_path)] == [6, 3, 2]
+
+
+def test_pointing_to_a_save_that_is_not_there_or_not_good_changes_nothing(tmp_path: Path) -> None:
+    for _ in range(2):
+        save(tmp_path, Trainer().run(1).capture(), keep=2)
+    with pytest.raises(CheckpointError, match=r"there is no checkpoint 7 in .*, only 1, 2"):
+        point_to(tmp_path, 7)
+    flip_a_bit(path_of(tmp_path, 1) / "learner.safetensors", 300)
+    with pytest.raises(CheckpointError, match=r"save-00000001/learner.safetensors was changed"):
+        point_to(tmp_path, 1)
+    assert load_latest(tmp_path).path == path_of(tmp_path, 2)
