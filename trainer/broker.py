@@ -85,7 +85,10 @@ class Broker:
             raise BrokerError("start the broker from the main thread: the kernel ends it with the thread that made it")
         deadline_s = time.monotonic() + timeout_s
         for directory in (self.data_dir, self.socket_path.parent):
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            try:
+                directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            except OSError as error:
+                raise BrokerError(f"cannot make the directory {directory}: {error.strerror}") from None
         lock_fd = self._lock()
         try:
             if self._answer() is not None:

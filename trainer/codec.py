@@ -20,6 +20,7 @@ from trainer.events import InputColumn, Inputs, RawEvents, Rejection, select
 from trainer.hashing import hash_values
 from trainer.schema import Input, Schema
 
+MAX_SKEW_US = 60_000_000  # clocks of producer and broker may differ by this much
 MAX_ENTRY_EVENTS = 65_536  # one entry is one decode; a larger one would hold up the loop
 
 
@@ -92,7 +93,9 @@ class EntryDecoder:
             inputs=Inputs(count, columns),
             labels_B=_array("labels", message.labels, np.float32, count, np.nan),
             event_time_ms_B=_array("event_times_ms", message.event_times_ms, np.int64, count, 0),
-            accepted_us_B=_array("accepted_times_us", message.accepted_times_us, np.int64, count, accepted_us),
+            accepted_us_B=_believable(
+                _array("accepted_times_us", message.accepted_times_us, np.int64, count, accepted_us), accepted_us
+            ),
             event_key_B=_array("event_keys", message.event_keys, np.uint64, count, 0),
             entity_B=entity,
             entity_id_B=entity_id,
@@ -149,6 +152,12 @@ class EntryDecoder:
         keep = np.ones(raw.inputs.count, np.bool_)
         keep[list(reasons)] = False
         return select(raw, keep), [Rejection(b, *reasons[b]) for b in sorted(reasons)]
+
+
+def _believable(claimed_us_B: npt.NDArray[np.int64], entry_us: int) -> npt.NDArray[np.int64]:
+    """When events were accepted, as their producer says; the entry's own time where that cannot be."""
+    is_odd_B = (claimed_us_B <= 0) | (claimed_us_B > entry_us + MAX_SKEW_US)
+    return np.where(is_odd_B, entry_us, claimed_us_B)
 
 
 def _array(name: str, values: bytes, dtype: Any, count: int, default: float | None) -> Any:

@@ -26,6 +26,7 @@ MAX_STRING = 256  # characters
 MAX_MAGNITUDE = 1e18  # a number past this is a mistake; times in microseconds still fit
 MIN_INTEGER, MAX_INTEGER = -(2**63), 2**63 - 1
 MAX_TIME_MS = 253_402_300_799_999  # the year 9999
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # the last: nested too deep
 PATH = re.compile(r" - at `\$?(.*)`$", re.DOTALL)
 
 Text = Annotated[str, msgspec.Meta(max_length=MAX_STRING)]
@@ -100,14 +101,14 @@ class EventParser:
     def _is_table(self, text: bytes) -> bool:
         try:
             return "columns" in msgspec.json.decode(text, type=dict[str, msgspec.Raw])
-        except msgspec.DecodeError:
+        except UNREADABLE:
             return False
 
     def _parse_events(self, text: bytes, max_events: int | None) -> tuple[list[Any], list[int], list[Rejection]]:
         """Valid events with their places, and the refused ones. The fast way first: all at once, all valid."""
         try:
             events = self._events.decode(text) if text.startswith(b"[") else self._event.decode_lines(text)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except UNREADABLE:
             return self._parse_one_by_one(text, max_events)
         _check_count(len(events), max_events)
         return events, list(range(len(events))), []
@@ -120,7 +121,7 @@ class EventParser:
             try:
                 events.append(self._event.decode(item))
                 places.append(index)
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            except UNREADABLE as error:
                 rejected.append(Rejection(index, *describe(error)))
         return events, places, rejected
 
@@ -128,13 +129,13 @@ class EventParser:
         if text.startswith(b"["):
             try:
                 return self._raws.decode(text)
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            except UNREADABLE as error:
                 raise BadEvent("malformed", f"the body is not valid JSON: {error}") from None
         lines = [line for line in text.split(b"\n") if line.strip()]
         if len(lines) <= 1:  # one object: not JSON at all is the body's fault, not an event's
             try:
                 msgspec.json.decode(text, type=msgspec.Raw)
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            except UNREADABLE as error:
                 raise BadEvent("malformed", f"the body is not valid JSON: {error}") from None
         return lines
 
@@ -143,7 +144,7 @@ class EventParser:
             table = self._table.decode(text)
         except msgspec.ValidationError as error:
             raise BadEvent(*describe(error)) from None
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        except UNREADABLE as error:
             raise BadEvent("malformed", f"the body is not valid JSON: {error}") from None
         count = len(table.labels)
         columns = {}

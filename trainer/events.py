@@ -127,6 +127,11 @@ class EventBatch:
         """The events in order, at most `size` at a time, as views."""
         return (self.rows(start, start + size) for start in range(0, len(self), size))
 
+    def only(self, keep_B: npt.NDArray[np.bool_]) -> "EventBatch":
+        """The events where keep_B is true, in order: copies."""
+        features = Features(*(getattr(self.features, field.name)[keep_B] for field in fields(Features)))
+        return EventBatch(features, *(getattr(self, field.name)[keep_B] for field in fields(EventBatch)[1:]))
+
     def rows(self, start: int, stop: int) -> "EventBatch":
         """Events start..stop, as views."""
         rest = (getattr(self, field.name)[start:stop] for field in fields(EventBatch)[1:])
@@ -134,9 +139,10 @@ class EventBatch:
 
 
 def derive_batch(schema: Schema, raw: RawEvents) -> EventBatch:
-    """Raw events -> what the kernels learn from."""
+    """Raw events -> what the kernels learn from; one that names no time happened when it was accepted."""
+    time_ms_B = np.where(raw.event_time_ms_B > 0, raw.event_time_ms_B, raw.accepted_us_B // 1000)
     return EventBatch(
-        features=derive(schema, raw.inputs, raw.event_time_ms_B),
+        features=derive(schema, raw.inputs, time_ms_B),
         labels_B=raw.labels_B,
         event_time_ms_B=raw.event_time_ms_B,
         accepted_us_B=raw.accepted_us_B,

@@ -1,56 +1,50 @@
-"""The trainer's main path, told from top to bottom: read -> decode -> learn -> publish -> checkpoint.
+"""The trainer's main path, told from top to bottom: take -> learn -> guard -> publish -> checkpoint.
 
-One thread, one order. The numbers in `Trainer.step` mark the effects in the order in which they become visible; a
-crash between any two loses nothing, for the position in the log moves on disk only with the tables it belongs to.
+Stages overlap, each behind a bound: `intake` reads and decodes up to two portions ahead in a thread, this loop learns
+and publishes one portion at a time, `saver` writes at most one checkpoint in a process of its own. The numbers in
+`Trainer.step` mark the effects in the order in which they become visible; a crash between any two loses nothing, for
+the position in the log moves on disk only with the tables it belongs to.
 """
 
 import logging
+import sys
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import deque
 
 import numpy as np
 import numpy.typing as npt
 
 from trainer.board import Board
-from trainer.checkpoint import load_latest
-from trainer.codec import EntryDecoder
-from trainer.dense import LearnerState
-from trainer.engines import build_engine
-from trainer.entities import Entities
-from trainer.errors import BadEvent, LivebedError, LogFull, LogTruncated, LogUnavailable
-from trainer.events import EventBatch, derive_batch
-from trainer.live import Writer
-from trainer.metrics import Progressive
-from trainer.publish import Publisher, layout_for
+from trainer.checkpoint import load, load_latest, path_of
+from trainer.commands import Command, Forget
+from trainer.control import ControlServer, Request
+from trainer.errors import CheckpointError, LivebedError, LogFull, LogTruncated, LogUnavailable, SettingsError
+from trainer.guard import Finding
+from trainer.held import HeldSteps
+from trainer.intake import Intake, Portion, Quiet
+from trainer.operator_requests import answer
+from trainer.outlet import Outlet, rolled_back_to
+from trainer.quarantine import Quarantine
 from trainer.saver import Saver
-from trainer.schema import Schema
 from trainer.settings import Settings
-from trainer.snapshot import Progress, Snapshot, capture, restore
-from trainer.stream import START, EventLog, entry_time_ms
-from trainer.tables import Tables
+from trainer.snapshot import Snapshot
+from trainer.stream import EventLog, parse_id
+from trainer.training import Learned, TrainingState, describe
 from trainer.warm import MODULES, warm
 
 logger = logging.getLogger(__name__)
 
-# A read that finds nothing returns after this long, so that the heartbeat and the watermark move on a quiet log.
-QUIET_READ_MS = 20
+# The loop looks up from waiting for events this often, so that heartbeat and requests are never late.
+TAKE_S = 0.02
 # How long a trainer without its broker waits before it asks again; readers meanwhile see the model age.
 RETRY_S = 0.2
 GAUGES_EVERY_S = 0.25
 EXPIRE_SLOTS = 4096  # slots that one step sweeps for expired ids: some 10 us
+# The thread that decodes gives way to the loop after this long (Python's 5 ms would be felt in the freshness).
+SWITCH_S = 0.0005
+STAGES = ("index", "learn", "publish")
 US = 1_000_000
-
-
-@dataclass
-class Place:
-    """Where the trainer stands; a restart begins from what of this is in the last checkpoint."""
-
-    entry_id: str = START  # newest log entry applied
-    step: int = 0  # examples learned
-    watermark_us: int = 0  # every event acknowledged before this is in the model
-    version: int = 0  # of the live store
 
 
 def now_us() -> int:
@@ -68,194 +62,361 @@ class Trainer:
     def __init__(self, settings: Settings) -> None:
         if settings.stream.url is None:
             raise ValueError("stream.url is not set: the supervisor starts a broker and sets it")
+        if settings.store.num_shards != 1:
+            raise SettingsError("store.num_shards", settings.store.num_shards, "1: one trainer writes one shard")
         self.settings = settings
-        self.schema = Schema.from_settings(settings)
-        self.tables = Tables(self.schema, settings.model)
-        self.entities = Entities(self.schema)
-        self.state = LearnerState.initial(self.schema, settings.model)
-        self.engine = build_engine(settings, self.schema, self.tables, self.state)
-        self.metrics = Progressive()
-        self.place = Place()
-        self._num_read = self._restore()
         self.board = Board.open(settings.metrics_path, "trainer")
-        self.log = EventLog(settings.stream.url, settings.stream.key)
         self.saver = Saver(settings.checkpoint_path, settings.checkpoint, self.board)
-        layout = layout_for(self.schema, settings.model, settings.store.num_shards)
-        self.writer = Writer.create(settings.store_path, layout, after_version=self.place.version)
-        self.publisher = Publisher(self.writer, self.tables, self.entities, self.state, settings.model)
-        self._decoder = EntryDecoder(self.schema)
+        self.state, self.restored_version = self._restored()
+        self.engine_name = self.state.engine.name  # made now: what cannot be learned is said at the start
+        self.log = EventLog(settings.stream.url, settings.stream.key)
+        home = settings.data_dir / settings.name
+        self.held_steps = HeldSteps(home / "held", settings.guard.keep)
+        self.quarantine = Quarantine(home / "quarantine.json")
+        self.outlet = Outlet(settings, self.state, after_version=self.restored_version)
+        self.num_rewinds = 0  # since the last checkpoint
+        self._catch_up_to: str | None = None  # after a rewind: nothing is shown before this entry
+        self._is_between_entries = True  # whether the place in the log says all of what is learned
+        self._recent: deque[tuple[str, float]] = deque()  # entries of the last loss window, and their share of events
+        self._recent_events = 0.0
+        self._save_requests: list[Request] = []  # who waits for the next checkpoint, and for the one being written
+        self._saving_for: list[Request] = []
         self._freshness = self.board.histogram("livebed_event_to_visible_seconds")
         self._applied = self.board.counter("livebed_events_applied_total")
+        self._stages = {s: self.board.histogram("livebed_stage_duration_seconds", stage=s) for s in STAGES}
         self._gauges_due_s = 0.0
-        self._is_held = False  # whether readers lack what has been learned, since it must not be shown
-        self._held_reasons: set[str] = set()
 
     def run(self, stop: threading.Event) -> None:
-        """Publish what was restored, then learn until told to stop; ends with a checkpoint."""
+        """Show what was restored, then learn until told to stop; ends with a checkpoint."""
+        sys.setswitchinterval(SWITCH_S)
         for module in MODULES:  # from the cache: the first events do not wait for their kernels
             warm(module)
-        self.publisher.publish_all(step=self.place.step, watermark_us=self.place.watermark_us)
-        self.writer.activate()
-        self._check_log(stop)
-        logger.info("learning from %s after entry %s", self.settings.stream.key, self.place.entry_id)
+        self._check_log()
+        self._open_outlet()
+        self.control = ControlServer(self.settings.run_path)
+        self.intake = self._intake()
+        logger.info("learning from %s after entry %s", self.settings.stream.key, self.state.place.entry_id)
         try:
             while not stop.is_set():
                 self.step()
-            self.saver.finish(None if self._is_held else self._capture())
+            self.saver.finish(self.capture if self.may_save else None)
         finally:
-            self.writer.close()
+            self.control.close()
+            self.intake.close()
+            self.outlet.close()
             self.log.close()
             self.board.close()
 
-    def step(self) -> int:
-        """One turn of the loop; returns the number of log entries taken."""
-        read_us = now_us()
+    def step(self) -> None:
+        """One turn of the loop."""
+        for request in self.control.pending():
+            answer(self, request)
+        self._reap()
         try:
-            entries = self._read()
-            batch = self._decode(entries)  # 1. what cannot be read is in the dead-letter stream
+            taken = self.intake.take(TAKE_S)  # 1. what cannot be read is in the dead-letter stream
         except LogTruncated as gap:
             self._go_on_after(gap)
-            return 0
+            return
         except (LogUnavailable, LogFull) as error:
             self._wait_for_broker(error)
-            return 0
-        if batch is not None:
-            for part in batch.split(self.settings.stream.max_batch):
-                self._learn(part)  # 2. learned, then 3. visible to readers
-        if entries:
-            self.place.entry_id = entries[-1][0]  # 4. taken: the next checkpoint says so
-        elif not self._is_held:  # all that was acknowledged before this read is visible
-            self.place.watermark_us = max(self.place.watermark_us, read_us)
-        self._sweep()
-        self.writer.heartbeat(now_us(), self.place.watermark_us)
-        if self.saver.is_due and not self._is_held:  # what must not be shown must not be begun from either
-            self._trim()
-            self.saver.start(self._capture())  # 5. a restart begins here
+            return
+        if isinstance(taken, Portion):
+            self._apply(taken)  # 2. learned, 3. looked at by the guard, 4. visible to readers, 5. the place moved
+        elif isinstance(taken, Quiet):
+            self.state.saw_quiet(taken.read_us)
+        self._sweep(taken)
+        self.outlet.heartbeat(now_us(), self.state.place.watermark_us)
+        if self.is_save_due:
+            self._save()  # 6. a restart begins here
         self._show_gauges()
-        return len(entries)
 
-    def _read(self) -> list[tuple[str, dict[bytes, bytes]]]:
-        """What has arrived, up to max_batch entries, waiting for more at most linger_ms."""
-        stream = self.settings.stream
-        entries = self.log.read(self.place.entry_id, count=stream.max_batch, block_ms=QUIET_READ_MS)
-        deadline = time.monotonic() + stream.linger_ms / 1000
-        while entries and len(entries) < stream.max_batch and (left_ms := (deadline - time.monotonic()) * 1000) >= 1:
-            entries += self.log.read(entries[-1][0], count=stream.max_batch - len(entries), block_ms=int(left_ms))
-        return entries
+    def _apply(self, portion: Portion) -> None:
+        """Learn one portion, look at what that did, and show it."""
+        self._is_between_entries = portion.is_whole
+        if portion.command is not None:
+            self._obey(portion.command)
+        elif portion.batch is not None:
+            learned = self.state.learn(portion.batch)
+            findings = self.state.judge(learned)
+            if findings and self._hold(portion, findings):
+                return
+            self.state.count(learned)
+            self._show(learned)
+            self._remember(portion)
+        if portion.is_whole:
+            self.state.moved_to(portion.last_id, portion.num_read)
+        self._end_catching_up()
 
-    def _decode(self, entries: Sequence[tuple[str, dict[bytes, bytes]]]) -> EventBatch | None:
-        """All valid events of the entries, in order; the others go to the dead-letter stream with their reason."""
-        batches = []
-        for entry_id, fields in entries:
-            try:
-                raw, rejected = self._decoder.decode_entry(fields, entry_time_ms(entry_id) * 1000)
-            except BadEvent as error:
-                self._refuse(entry_id, fields, error.code, error.detail)
-                continue
-            for rejection in rejected:
-                self._refuse(entry_id, fields, rejection.code, f"event {rejection.index}: {rejection.detail}")
-            if raw.inputs.count:
-                batches.append(derive_batch(self.schema, raw))
-        return EventBatch.concatenate(batches) if batches else None
+    def _remember(self, portion: Portion) -> None:
+        """Keep the ids of the entries of the last loss window."""
+        events = 0 if portion.batch is None else len(portion.batch)
+        self._recent += [(entry_id, events / len(portion.entries)) for entry_id, _ in portion.entries]
+        self._recent_events += events
+        while self._recent and self._recent_events - self._recent[0][1] >= self.settings.guard.loss_window:
+            self._recent_events -= self._recent.popleft()[1]
 
-    def _refuse(self, entry_id: str, fields: dict[bytes, bytes], code: str, detail: str) -> None:
-        logger.warning("entry %s refused (%s): %s", entry_id, code, detail)
-        self.log.dead_letter(entry_id, fields, code, detail)
-        self.board.counter("livebed_dead_letter_total", reason=code).inc()
-
-    def _learn(self, batch: EventBatch) -> None:
-        """Fill in entity state, predict and learn, publish, measure: one step."""
-        changes = self.entities.apply(batch)
-        examples_B = batch.entity_B < 0
-        assignment = self.tables.assign(batch.features, examples_B, int(batch.accepted_us_B[-1]) // US)
-        logits_B = self.engine.learn(assignment.slots_BC, batch.features, batch.labels_B)
-        self.place.step += int(np.count_nonzero(examples_B))
-        watermark_us = max(self.place.watermark_us, int(batch.accepted_us_B.max()))
-        report = self.publisher.publish(
-            assignment,
-            changes,
-            self.engine.touched_pairs,
-            step=self.place.step,
-            watermark_us=watermark_us,
-        )
-        self.place.version = report.version
-        self._is_held = report.held_dense
-        self._count_held("dense_not_finite", int(report.held_dense))
-        if not report.held_dense:
-            self.place.watermark_us = watermark_us
-            self._freshness.observe_many((now_us() - batch.accepted_us_B) / US)
-        self._applied.inc(len(batch))
-        self.metrics.update(batch.labels_B[examples_B], logits_B[examples_B])
-        self._count_held("row_not_finite", report.held_rows)
-        self._count_held("pair_not_finite", report.held_pairs)
+    def _show(self, learned: Learned) -> None:
+        """Publish a step, and count what it did."""
+        started_s = time.perf_counter()
+        report = self.outlet.publish(learned, self.state.place)
+        self._stages["index"].observe(learned.index_s)
+        self._stages["learn"].observe(learned.learn_s)
+        self._stages["publish"].observe(time.perf_counter() - started_s)
+        if report is not None and not report.held_dense:
+            self._freshness.observe_many((now_us() - learned.batch.accepted_us_B) / US)
+        if report is not None:
+            self._count_held("dense_not_finite", int(report.held_dense))
+            self._count_held("row_not_finite", report.held_rows)
+            self._count_held("pair_not_finite", report.held_pairs)
+        self._applied.inc(len(learned.batch))
+        if learned.num_duplicates:
+            self.board.counter("livebed_events_duplicate_total").inc(learned.num_duplicates)
+        assignment = learned.assignment
         if len(assignment.evicted_tables_E):
-            self._count_removed(assignment.evicted_tables_E, "lru")
+            by_ttl_E = assignment.evicted_reason_E == 1
+            self._count_removed(assignment.evicted_tables_E[by_ttl_E], "ttl")
+            self._count_removed(assignment.evicted_tables_E[~by_ttl_E], None)
+        if assignment.num_refused:
+            self.board.counter("livebed_admissions_refused_total").inc(assignment.num_refused)
+
+    def _obey(self, command: Command) -> None:
+        """A command in the log: forget an id, or resize a table, here and for the readers."""
+        if isinstance(command, Forget):
+            forgotten = self.state.forget(command)
+            self.outlet.remove(forgotten.slots_N, self.state.place)
+            self.outlet.remove_records(forgotten.records, self.state.place)
+            logger.info("an id of table %s is forgotten (%d rows)", command.table, len(forgotten.slots_N))
+            return
+        started_s = time.perf_counter()
+        try:
+            num_dropped = self.state.resize(command)
+        except SettingsError as error:  # beyond the table's budget: so it will be at every replay of this entry
+            logger.error("table %s is not resized: %s", command.table, error)
+            return
+        if self.outlet.is_live:
+            self.outlet.release(self.state)
+        took_s = time.perf_counter() - started_s
+        text = "table %s has %d slots now, %d ids had no room (%.2f s)"
+        logger.info(text, command.table, command.capacity, num_dropped, took_s)
+
+    def _hold(self, portion: Portion, findings: list[Finding]) -> bool:
+        """Keep a harmful step from the readers; True if the trainer went back to before it.
+
+        1. the step is kept for inspection   2. its entries are in quarantine   3. the state is that of the checkpoint
+        """
+        if not (self.outlet.is_live or self._catch_up_to):
+            self._count_findings(findings)
+            return False  # nothing is shown anyway, and an operator knows
+        guard, reasons = self.settings.guard, sorted({finding.reason for finding in findings})
+        may_rewind = guard.on_hold == "rewind" and self.num_rewinds < guard.max_rewinds
+        if may_rewind and len(portion.entries) > 1 and not _is_of_a_window(findings):
+            logger.warning("a step of %d entries does harm: looking for the one", len(portion.entries))
+            self._rewind(portion.last_id, list(reasons), careful=True)
+            return True
+        self._count_findings(findings)
+        place = self.state.place
+        number = self.held_steps.keep(findings, list(portion.entries), step=place.step, position=place.entry_id)
+        logger.error("step held back (%s), kept as held step %s: %s", portion.last_id, number, describe(findings))
+        if not may_rewind:
+            self._catch_up_to = None
+            self.outlet.hold(list(reasons))
+            logger.error("nothing is shown until `livebed model release`, or `activate` of a checkpoint")
+            return False
+        self.num_rewinds += 1
+        self.quarantine.add(self._to_blame(portion, findings))
+        self._rewind(portion.last_id, list(reasons), careful=True)
+        return True
+
+    def _count_findings(self, findings: list[Finding]) -> None:
+        for finding in findings:
+            self._count_held(finding.reason, 1)
+
+    def _to_blame(self, portion: Portion, findings: list[Finding]) -> list[str]:
+        """Entries not to be learned again: of the step, or of the whole window where only that showed the harm."""
+        blamed = [entry_id for entry_id, _ in portion.entries]
+        if _is_of_a_window(findings):
+            blamed += [entry_id for entry_id, _ in self._recent]
+        return blamed
+
+    def _rewind(self, up_to: str, reasons: list[str], *, careful: bool) -> None:
+        """Begin again from the newest checkpoint; readers keep what they have until all up to an entry is learned.
+
+        `careful`: one entry a step up to there, so that only the one that does harm is blamed.
+        """
+        self.board.counter("livebed_guard_rewinds_total").inc()
+        self.intake.close()
+        if self.outlet.is_live:
+            self.outlet.hold(reasons)
+        self._catch_up_to = max(up_to, self._catch_up_to or up_to, key=parse_id)
+        self.state, _ = self._restored()
+        self._is_between_entries = True
+        self._recent.clear()
+        self._recent_events = 0.0
+        self.intake = self._intake(careful_to=self._catch_up_to if careful else None)
+        logger.warning("went back to entry %s and learns again", self.state.place.entry_id)
+
+    def _end_catching_up(self) -> None:
+        """After a rewind: show the state again once it has come as far as it was."""
+        if self._catch_up_to is None or parse_id(self.state.place.entry_id) < parse_id(self._catch_up_to):
+            return
+        self._catch_up_to = None
+        if self.outlet.mode == "held":
+            self.outlet.release(self.state)
+        logger.warning("caught up at entry %s", self.state.place.entry_id)
+
+    @property
+    def may_save(self) -> bool:
+        """Whether a restart may begin from this state: not from one that must not be shown."""
+        return self.outlet.is_live or self._catch_up_to is not None
+
+    @property
+    def is_save_due(self) -> bool:
+        """Whether to write a checkpoint now."""
+        asked = self._save_requests and not self.saver.is_running
+        return bool(self.saver.is_due or asked) and self.may_save and self._is_between_entries
+
+    def ask_to_save(self, request: Request) -> None:
+        """Write a checkpoint as soon as possible, and answer when it is on disk."""
+        self._save_requests.append(request)
+
+    def capture(self) -> Snapshot:
+        """A copy of the state."""
+        return self.state.capture(version=self.outlet.version)
+
+    def _save(self) -> None:
+        self._trim()
+        self._saving_for, self._save_requests = self._save_requests, []
+        self.saver.start(self.capture)
+
+    def _reap(self) -> None:
+        """Look whether a checkpoint has been written, and tell who waits for it."""
+        result = self.saver.poll()
+        if result is None:
+            return
+        for request in self._saving_for:
+            if result.error is not None:
+                request.refuse("checkpoint_failed", result.error)
+            else:
+                request.answer(
+                    checkpoint=result.number,
+                    step=result.step,
+                    position=result.position,
+                    seconds=result.seconds,
+                    pause_s=result.pause_s,
+                )
+        self._saving_for = []
+        if result.error is None:
+            self.num_rewinds = 0
+            if (oldest := self.saver.oldest_position()) is not None:
+                self.quarantine.drop_before(oldest)
 
     def _count_held(self, reason: str, count: int) -> None:
         if count:
             self.board.counter("livebed_guard_held_total", reason=reason).inc(count)
-            if reason not in self._held_reasons:  # once: the counter says how often
-                self._held_reasons.add(reason)
-                logger.error("held back, readers keep what they had: %s (livebed_guard_held_total counts)", reason)
 
-    def _sweep(self) -> None:
-        """Take expired ids out of the tables and the live store, a few at a time."""
-        removed = self.tables.expire(now_us() // US, EXPIRE_SLOTS)
+    def _sweep(self, taken: Portion | Quiet | None) -> None:
+        """Take expired ids out of tables and live store, a few at a time; by the log's time if deterministic."""
+        now_s = now_us() // US
+        if self.settings.deterministic:
+            if not isinstance(taken, Portion) or taken.batch is None or not len(taken.batch):
+                return
+            now_s = int(taken.batch.accepted_us_B[-1]) // US
+        removed = self.state.expire(now_s, EXPIRE_SLOTS)
         if len(removed):
-            self.publisher.remove(removed, step=self.place.step, watermark_us=self.place.watermark_us)
-            self._count_removed(np.searchsorted(self.tables.slot_base_T, removed, side="right") - 1, "ttl")
+            self.outlet.remove(removed, self.state.place)
+            self._count_removed(np.searchsorted(self.state.tables.slot_base_T, removed, side="right") - 1, "ttl")
 
-    def _count_removed(self, tables_N: npt.NDArray[np.int64], reason: str) -> None:
-        for table, count in zip(
-            self.schema.tables, np.bincount(tables_N, minlength=len(self.schema.tables)), strict=True
-        ):
-            self.board.counter("livebed_evictions_total", table=table.name, reason=reason).inc(int(count))
+    def _count_removed(self, tables_N: npt.NDArray[np.int64], reason: str | None) -> None:
+        """Count rows that left; without a reason they made room, by their table's policy."""
+        tables = self.state.schema.tables
+        for table, count in zip(tables, np.bincount(tables_N, minlength=len(tables)), strict=True):
+            if count:
+                named = reason or table.spec.eviction
+                self.board.counter("livebed_evictions_total", table=table.name, reason=named).inc(int(count))
 
-    def _restore(self) -> int | None:
-        """Begin from the newest good checkpoint, if there is one; returns how much of the log that had read."""
+    def _restored(self) -> tuple[TrainingState, int]:
+        """The state of the newest good checkpoint, or the first one; and the version readers had then."""
         loaded = load_latest(self.settings.checkpoint_path)
         for problem in loaded.problems:
             logger.error("checkpoint: %s", problem)
-        if loaded.snapshot is None:
-            return 0
-        for note in restore(loaded.snapshot, self.tables, self.entities, self.state, self.settings.model):
+        state, notes = TrainingState.from_snapshot(self.settings, loaded.snapshot)
+        for note in notes:
             logger.warning("checkpoint: %s", note)
-        progress = loaded.snapshot.progress
-        self.place = Place(progress.position, progress.step, progress.watermark_us, progress.store_version)
-        self.metrics.load_state(loaded.snapshot.metrics)
-        logger.info("restored %s: step %d, log entry %s", loaded.path, progress.step, progress.position)
-        return progress.num_read
+        if loaded.snapshot is None:
+            return state, 0
+        logger.info("restored %s: step %d, log entry %s", loaded.path, state.place.step, state.place.entry_id)
+        return state, loaded.snapshot.progress.store_version
 
-    def _check_log(self, stop: threading.Event) -> None:
-        """Nothing may be missing between the checkpoint and the log; waits for the broker to say so."""
-        while not stop.is_set():
-            try:
-                self.log.check_position(self.place.entry_id, num_read=self._num_read)
-            except LogTruncated as gap:
-                self._go_on_after(gap)
-            except (LogUnavailable, LogFull) as error:
-                self._wait_for_broker(error)
-                continue
+    def _check_log(self) -> None:
+        """Nothing becomes visible of a trainer that cannot go on: raises LogTruncated. A dead broker can wait."""
+        place = self.state.place
+        try:
+            self.log.check_position(place.entry_id, num_read=place.num_read)
+        except LogTruncated:
+            if self.settings.stream.on_gap == "stop":
+                raise
+        except (LogUnavailable, LogFull) as error:
+            logger.warning("the event log does not answer yet: %s", error)
+
+    def _open_outlet(self) -> None:
+        """Show the restored state, or the checkpoint that an operator rolled back to."""
+        number = rolled_back_to(self.settings)
+        if number is None:
+            self.outlet.release(self.state)
             return
+        try:
+            self.roll_back(number)
+        except CheckpointError as error:
+            logger.error("checkpoint %d cannot be served, what is learned is served instead: %s", number, error)
+            self.outlet.release(self.state)
+
+    def roll_back(self, number: int) -> int:
+        """Serve a kept checkpoint. Returns the version. Raises CheckpointError if it cannot be read."""
+        saved, _ = TrainingState.from_snapshot(self.settings, load(path_of(self.settings.checkpoint_path, number)))
+        self._catch_up_to = None
+        return self.outlet.roll_back(saved, number)
+
+    def release(self) -> int:
+        """Show what has been learned, whatever held it back. Returns the version."""
+        self._catch_up_to = None
+        return self.outlet.version if self.outlet.is_live else self.outlet.release(self.state)
+
+    def _intake(self, careful_to: str | None = None) -> Intake:
+        """Read on from where the state stands."""
+        stream, place = self.settings.stream, self.state.place
+        assert stream.url is not None  # noqa: S101 -- looked at in __init__
+        return Intake(
+            EventLog(stream.url, stream.key),
+            self.state.schema,
+            stream,
+            self.board,
+            after=place.entry_id,
+            num_read=place.num_read,
+            passed_over=self.quarantine,
+            entry_by_entry=self.settings.deterministic,
+            careful_to=careful_to,
+        )
 
     def _go_on_after(self, gap: LogTruncated) -> None:
         """Entries are gone that nobody has learned from: end with the reason, or say it and go on, as configured."""
         if self.settings.stream.on_gap == "stop":
             raise gap
-        self.place.entry_id = self.log.skip_gap()
-        logger.error("%s; going on after %s (stream.on_gap: continue)", gap, self.place.entry_id)
+        self.intake.close()
+        try:
+            position, num_read = self.log.skip_gap(self.state.place.entry_id)
+        except (LogUnavailable, LogFull) as error:
+            self._wait_for_broker(error)
+            return
+        self.state.moved_to(position, num_read)
+        logger.error("%s; going on after %s (stream.on_gap: continue)", gap, position)
+        self.intake = self._intake()
 
     def _wait_for_broker(self, error: LivebedError) -> None:
         logger.warning("the event log does not answer, trying again: %s", error)
-        self.writer.heartbeat(now_us(), None)
+        self.intake.close()
+        self.outlet.heartbeat(now_us(), 0)
         time.sleep(RETRY_S)
-
-    def _capture(self) -> Snapshot:
-        place = self.place
-        num_read = self.log.num_added_at(place.entry_id)
-        progress = Progress(place.step, place.entry_id, place.version, place.watermark_us, num_read)
-        model, metrics = self.settings.model, self.metrics.state()
-        return capture(self.tables, self.entities, self.state, model, progress=progress, metrics=metrics)
+        self.intake = self._intake()
 
     def _trim(self) -> None:
         """Drop from the log what every kept checkpoint has learned."""
@@ -271,13 +432,22 @@ class Trainer:
         if time.monotonic() < self._gauges_due_s:
             return
         self._gauges_due_s = time.monotonic() + GAUGES_EVERY_S
-        gauge, recent = self.board.gauge, self.metrics.recent()
+        gauge, state = self.board.gauge, self.state
+        recent = state.metrics.recent()
         gauge("livebed_progressive_auc").set(recent.auc)
         gauge("livebed_progressive_logloss").set(recent.logloss)
         gauge("livebed_calibration_ratio").set(recent.calibration_ratio)
-        for table in self.schema.tables:
-            gauge("livebed_table_rows", table=table.name).set(int(self.tables.num_rows_T[table.index]))
+        gauge("livebed_publishing_held").set(float(not self.outlet.is_live))
+        for table in state.schema.tables:
+            gauge("livebed_table_rows", table=table.name).set(state.tables.num_rows(table.index))
+            gauge("livebed_table_bytes", table=table.name).set(state.tables.table_bytes(table.index))
         try:
-            gauge("livebed_stream_lag_entries").set(self.log.lag(self.place.entry_id))
+            lag = self.log.lag(state.place.entry_id, num_read=state.place.num_read)
+            gauge("livebed_stream_lag_entries").set(lag)
         except (LogUnavailable, LogFull):
             return
+
+
+def _is_of_a_window(findings: list[Finding]) -> bool:
+    """Whether only what many events did together shows the harm, and no one entry can be blamed."""
+    return all(finding.reason in {"loss_spike", "calibration"} for finding in findings)

@@ -139,15 +139,21 @@ class EventLog:
         if num_read is not None:
             self._anchor = (position, num_read)
 
-    def skip_gap(self) -> str:
-        """Return the position just before the oldest entry that is left, and read on from there."""
+    def skip_gap(self, after: str) -> tuple[str, int]:
+        """Return where to read on when the log does not continue from a position: (position, entries added up to it).
+
+        Just before the oldest entry that is left; after the newest one if all of them lie before that position.
+        """
         state = self.state()
         milliseconds, sequence = parse_id(state.first_id if state.num_entries else state.last_id)
         position = state.last_id
+        if parse_id(after) > parse_id(state.last_id):  # its end was lost: what is left has been read
+            self._anchor = (position, state.num_added)
+            return self._anchor
         if state.num_entries:
             position = f"{milliseconds}-{sequence - 1}" if sequence else f"{max(milliseconds - 1, 0)}-{2**64 - 1}"
         self._anchor = (position, state.num_added - state.num_entries)
-        return position
+        return self._anchor
 
     def num_added_at(self, position: str) -> int | None:
         """Return how many entries had ever been added up to the reader's position, None if not known."""
@@ -155,13 +161,15 @@ class EventLog:
             return 0
         return self._anchor[1] if self._anchor is not None and self._anchor[0] == position else None
 
-    def lag(self, position: str) -> int:
+    def lag(self, position: str, *, num_read: int | None = None) -> int:
         """Return how many entries wait after a position.
 
-        Exact (XDEL aside) when the reader came here by reading or knows `num_read`; met in its middle otherwise,
+        Exact (XDEL aside) when the reader came here by reading or `num_read` is given; met in its middle otherwise,
         the log is counted, and 2,000 means "at least".
         """
         state = self.state()
+        if num_read is not None:
+            self._anchor = (position, num_read)
         if parse_id(position) >= parse_id(state.last_id):
             self._anchor = (position, state.num_added) if position == state.last_id else None
             return 0

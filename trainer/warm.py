@@ -7,7 +7,7 @@ import time
 
 from trainer.kernel import CACHE
 
-MODULES = ("hashing", "events", "live", "tables", "entities", "publish", "engine_event", "scorer")
+MODULES = ("hashing", "events", "live", "tables", "entities", "publish", "guard", "dedup", "engine_event", "scorer")
 
 
 def warm(name: str) -> float:

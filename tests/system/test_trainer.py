@@ -57,6 +57,10 @@ class TrainerProcess:
             self._process = subprocess.Popen(command, stdout=output, stderr=output)
         until(lambda: self.state() and self.state().generation > generation, "the store's next generation")
 
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
     def end(self, number: int) -> int:
         assert self._process is not None
         self._process.send_signal(number)
@@ -288,3 +292,21 @@ def test_a_learning_rate_that_explodes_never_reaches_a_reader(
     process.end(signal.SIGTERM)
     saved = load_latest(process.settings.checkpoint_path).snapshot
     assert saved is None or np.isfinite(saved.tensors["learner"]["params"]).all()
+
+
+def test_nothing_that_a_client_writes_stops_the_stream(
+    make: Callable[..., TrainerProcess], broker: Broker, log: EventLog
+) -> None:
+    process = make()
+    process.start()
+    client = redis.Redis.from_url(broker.url)
+    deep = '{"columns": ' + "[" * 100_000 + "]" * 100_000 + "}"
+    for payload in (deep, "[" * 100_000, '{"features": ' * 5_000):
+        client.xadd(log.key, {"json": payload})
+    client.xadd(log.key, {"command": '{"op": "drop everything"}'})
+    client.xadd(log.key, {"json": json.dumps(example(1))}, id="1800000000000000000-0")  # nanoseconds
+    client.xadd(log.key, {"json": json.dumps(example(2))}, id="1800000000000000001-0")
+    letters = until(lambda: len(client.xrange(log.dead_key)) >= 6 and client.xrange(log.dead_key), "six dead letters")
+    assert {fields[b"code"] for _, fields in letters} == {b"malformed", b"bad_command", b"undecodable"}
+    assert process.running
+    client.close()
