@@ -26,6 +26,7 @@ from service.health import Health
 from service.ingest import Ingest
 from service.live_model import LiveModel
 from service.meters import Meters
+from service.operations import Operations
 from service.parts import Parts
 from service.proto_wire import Messages
 from service.rest import build_admin_app, build_app
@@ -166,8 +167,9 @@ def build_parts(settings: Settings, board: Board, log: AsyncEventLog, probe: Asy
         requests=requests,
         messages=Messages(requests),
         ingest=Ingest(schema, log, meters),
-        health=Health(model, probe.ping),
+        health=Health(model, probe.ping, settings.metrics_path),
         meters=meters,
+        operations=Operations(settings, model, log),
     )
 
 

@@ -10,6 +10,7 @@ from service.answers import Version, safe_integer
 from service.health import MAX_HEARTBEAT_AGE_S
 from service.parts import Parts
 from trainer import board
+from trainer.errors import LivebedError
 from trainer.schema import Entity, Table
 
 
@@ -21,7 +22,10 @@ class TrainerState(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ModelAnswer(msgspec.Struct, forbid_unknown_fields=True):
-    """State of the live model. `step`: examples learned; `watermark`: us since 1970, all accepted before it is in."""
+    """State of the live model. `step`: examples learned; `watermark`: us since 1970, all accepted before it is in.
+
+    `publishing`: `live`, or `held` while readers do not get what is learned (`/v1/model/versions` says why).
+    """
 
     name: str
     family: str
@@ -31,17 +35,21 @@ class ModelAnswer(msgspec.Struct, forbid_unknown_fields=True):
     watermark: int
     age_ms: float | None
     schema_hash: str
+    publishing: str
     trainer: TrainerState
 
 
 class TableState(msgspec.Struct, forbid_unknown_fields=True):
-    """One table. `rows` is null while the trainer has not said."""
+    """One table. `rows` and `bytes` (training and live copy together) are null while the trainer has not said."""
 
     name: str
     width: int
     capacity: int
     rows: int | None
+    bytes: int | None
     ttl_s: float | None
+    admission: str
+    eviction: str
     features: list[str]
 
 
@@ -120,8 +128,14 @@ def model_answer(parts: Parts) -> ModelAnswer:
         watermark=stamp.watermark_us,
         age_ms=stamp.age_ms,
         schema_hash=f"{parts.schema.layout_hash:016x}",
+        publishing="held" if is_held(parts) else "live",
         trainer=TrainerState(alive, round(heartbeat_age_ms, 3)),
     )
+
+
+def is_held(parts: Parts) -> bool:
+    """Whether the trainer says that readers do not get what it learns."""
+    return board.read(parts.settings.metrics_path).value("livebed_publishing_held") == 1
 
 
 def tables_answer(parts: Parts) -> TablesAnswer:
@@ -135,7 +149,27 @@ def _table_state(parts: Parts, table: Table, counted: board.Snapshot) -> TableSt
     table_F = parts.schema.feature_table_F.tolist()
     features = [f.name for f, of in zip(parts.schema.id_features, table_F, strict=True) if of == table.index]
     known = None if math.isnan(rows) else int(rows)
-    return TableState(table.name, table.width, table.capacity, known, table.ttl_s, features)
+    num_bytes = counted.value("livebed_table_bytes", table=table.name)
+    spec = table.spec
+    return TableState(
+        name=table.name,
+        width=table.width,
+        capacity=_capacity(parts, table),
+        rows=known,
+        bytes=None if math.isnan(num_bytes) else int(num_bytes),
+        ttl_s=table.ttl_s,
+        admission=spec.admission.kind,
+        eviction=spec.eviction,
+        features=features,
+    )
+
+
+def _capacity(parts: Parts, table: Table) -> int:
+    """In force, or as configured while there is no store."""
+    try:
+        return parts.model.capacity(table)
+    except LivebedError:
+        return table.capacity
 
 
 def info_answer(parts: Parts) -> InfoAnswer:

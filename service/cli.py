@@ -15,6 +15,7 @@ import typer
 
 import trainer
 from service.cli_client import client
+from service.cli_operator import checkpoint_app, model_app, table_app
 from service.examples import KUAIRAND
 from trainer.errors import LivebedError, SettingsError
 
@@ -34,6 +35,9 @@ app = typer.Typer(
 )
 config_app = typer.Typer(help="Check or print the configuration.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
+app.add_typer(table_app, name="table")
+app.add_typer(model_app, name="model")
+app.add_typer(checkpoint_app, name="checkpoint")
 
 Config = Annotated[
     Path | None,
@@ -67,6 +71,10 @@ RedisUrl = Annotated[
     str | None, _setting("--redis-url", "REDIS_URL", "an embedded Valkey", "A Redis or Valkey (>= 7) of yours.")
 ]
 Engine = Annotated[str | None, _setting("--engine", "ENGINE", "auto", "auto, event or torchrec.")]
+Deterministic = Annotated[
+    bool | None,
+    typer.Option("--deterministic", help="Let the model be a function of the log alone, bit for bit: slower."),
+]
 
 
 @app.command()
@@ -97,7 +105,7 @@ def demo(
     )
     _log_to_stderr(logging.WARNING)
     ports = {"serving.http_port": http_port, "serving.admin_port": admin_port, "serving.grpc_port": grpc_port}
-    settings = _load(KUAIRAND / "livebed.yaml", {**ports, "serving.workers": workers})
+    settings = load(KUAIRAND / "livebed.yaml", {**ports, "serving.workers": workers})
     figures = run_demo(settings, options)
     sys.stdout.write((json.dumps(figures) if as_json else as_line(figures)) + "\n")
 
@@ -113,12 +121,14 @@ def up(
     admin_port: AdminPort = None,
     grpc_port: GrpcPort = None,
     workers: Workers = None,
+    deterministic: Deterministic = None,
     settings: Set = None,
 ) -> None:
     """Run broker, trainer and service from one configuration, until Ctrl-C."""
     flags: dict[str, Any] = {"data_dir": data_dir, "run_dir": run_dir, "stream.url": redis_url, "engine": engine}
+    flags |= {"deterministic": deterministic}
     flags |= {"serving.http_port": http_port, "serving.admin_port": admin_port, "serving.grpc_port": grpc_port}
-    _supervise(("trainer", "service"), _load(config, {**flags, "serving.workers": workers}, settings))
+    _supervise(("trainer", "service"), load(config, {**flags, "serving.workers": workers}, settings))
 
 
 @app.command()
@@ -128,11 +138,36 @@ def train(
     run_dir: RunDir = None,
     redis_url: RedisUrl = None,
     engine: Engine = None,
+    deterministic: Deterministic = None,
+    replay: Annotated[
+        str | None,
+        typer.Option(metavar="LOG", help="Rebuild from a log instead: redis://HOST:PORT/DB?key=NAME, or `configured`."),
+    ] = None,
+    until: Annotated[
+        str | None, typer.Option(metavar="ID", help="Last log entry of a replay.", show_default="its end")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Where a replay leaves its checkpoint.", show_default="replay")
+    ] = None,
     settings: Set = None,
+    as_json: Json = False,
 ) -> None:
-    """Run the trainer alone: it learns from a Redis stream and publishes into the run directory."""
+    """Run the trainer alone: it learns from a Redis stream and publishes into the run directory.
+
+    With --replay it publishes nothing: it learns a log from its first entry on, deterministically, and leaves one
+    checkpoint and a digest of it.
+    """
     flags: dict[str, Any] = {"data_dir": data_dir, "run_dir": run_dir, "stream.url": redis_url, "engine": engine}
-    _supervise(("trainer",), _load(config, flags, settings))
+    loaded = load(config, {**flags, "deterministic": deterministic}, settings)
+    if replay is None:
+        for flag, value in (("--until", until), ("--out", out)):
+            if value is not None:
+                raise typer.BadParameter(f"{flag} belongs to --replay")
+        _supervise(("trainer",), loaded)
+        return
+    from service.cli_replay import run_replay
+
+    run_replay(loaded, replay, until=until, out=out or Path("replay"), as_json=as_json)
 
 
 @app.command()
@@ -149,7 +184,7 @@ def serve(
     """Run the service alone: it answers from the run directory of a trainer on the same machine."""
     flags = {"run_dir": run_dir, "stream.url": redis_url, "serving.workers": workers}
     flags |= {"serving.http_port": http_port, "serving.admin_port": admin_port, "serving.grpc_port": grpc_port}
-    _supervise(("service",), _load(config, flags, settings))
+    _supervise(("service",), load(config, flags, settings))
 
 
 @app.command()
@@ -167,7 +202,7 @@ def evaluate(
     """Progressive validation of a click log: predict each event, then learn it, without a broker."""
     from service.cli_evaluate import run_evaluate
 
-    loaded = _load(config, {"engine": engine}, settings)
+    loaded = load(config, {"engine": engine}, settings)
     run_evaluate(loaded, data, label=label, time=time, batch=batch, max_rows=max_rows, as_json=as_json)
 
 
@@ -176,7 +211,7 @@ def config_check(config: Config = None, settings: Set = None, as_json: Json = Fa
     """Say whether the configuration can be used, and if not, which field is wrong and what it wants."""
     from trainer.schema import Schema
 
-    schema = Schema.from_settings(_load(config, {}, settings))
+    schema = Schema.from_settings(load(config, {}, settings))
     inputs = [one.name for one in schema.inputs]
     tables = {table.name: {"width": table.width, "capacity": table.capacity} for table in schema.tables}
     if as_json:
@@ -192,7 +227,7 @@ def config_print(config: Config = None, settings: Set = None, as_json: Json = Fa
     """Print the whole configuration as it is in force: file, environment, flags and defaults."""
     import yaml
 
-    content = _load(config, {}, settings).model_dump(mode="json")
+    content = load(config, {}, settings).model_dump(mode="json")
     sys.stdout.write(json.dumps(content) + "\n" if as_json else yaml.safe_dump(content, sort_keys=False))
 
 
@@ -201,7 +236,7 @@ def doctor(config: Config = None, as_json: Json = False) -> None:
     """Check this machine: memory, packages, kernels, ports, broker."""
     from service.doctor import examine
 
-    findings = examine(_load(config, {}) if config is not None or Path("livebed.yaml").exists() else None)
+    findings = examine(load(config, {}) if config is not None or Path("livebed.yaml").exists() else None)
     if as_json:
         sys.stdout.write(json.dumps([{"check": f.check, "ok": f.ok, "detail": f.detail} for f in findings]) + "\n")
     else:
@@ -233,7 +268,7 @@ def main() -> None:
         sys.exit(FAILED)
 
 
-def _load(path: Path | None, flags: Mapping[str, Any], assignments: list[str] | None = None) -> "Settings":
+def load(path: Path | None, flags: Mapping[str, Any], assignments: list[str] | None = None) -> "Settings":
     """Flag > environment > file > default."""
     from trainer.settings import Settings
 
@@ -254,7 +289,10 @@ def _assignments(texts: list[str]) -> dict[str, Any]:
         key, equals, value = text.partition("=")
         if not equals or not key:
             raise SettingsError("--set", text, "KEY=VALUE, for instance model.cross_rank=16")
-        assigned[key] = yaml.safe_load(value)
+        try:
+            assigned[key] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise SettingsError(f"--set {key}", value, "a YAML value") from None
     return assigned
 
 

@@ -1,5 +1,6 @@
 """The commands that talk to a running service over HTTP: send, score, lookup, status."""
 
+import contextlib
 import json
 import sys
 import time
@@ -22,7 +23,12 @@ DEFAULT_URL: Final = "http://127.0.0.1:8080"
 
 
 class ServiceAnswerError(LivebedError):
-    """The service cannot be reached, or answered with an error; the sentence is what it said."""
+    """The service cannot be reached, or answered with an error; the sentence is what it said.
+
+    `problem`: the answer's body where it was problem+json.
+    """
+
+    problem: dict[str, Any] | None = None
 
 
 @client.command()
@@ -36,7 +42,14 @@ def send(
     sent = 0
     for lines in _batches(path):
         body = b"\n".join(lines)
-        answer = call(url, "POST", "/v1/events", body, content_type="application/x-ndjson")
+        try:
+            answer = call(url, "POST", "/v1/events", body, content_type="application/x-ndjson")
+        except ServiceAnswerError as error:
+            refused = _all_refused(error)
+            if refused is None:
+                said = f"{totals['accepted']:,} events were accepted before that, {sent:,} lines sent"
+                raise ServiceAnswerError(f"{error} ({said})") from None
+            answer = refused
         totals["accepted"] += answer["accepted"]
         totals["duplicates"] += answer["duplicates"]
         totals["rejected"] += [{**one, "index": sent + one["index"]} for one in answer["rejected"]]
@@ -103,14 +116,20 @@ def status(
 
 
 def call(
-    url: str, method: str, path: str, body: bytes | None = None, *, content_type: str = "application/json"
+    url: str,
+    method: str,
+    path: str,
+    body: bytes | None = None,
+    *,
+    content_type: str = "application/json",
+    timeout_s: float = TIMEOUT_S,
 ) -> dict[str, Any]:
     """One request; returns the decoded answer or raises ServiceAnswerError with what the service said."""
     import httpx
 
     headers = {"content-type": content_type} if body is not None else {}
     try:
-        reply = httpx.request(method, url + path, content=body, headers=headers, timeout=TIMEOUT_S)
+        reply = httpx.request(method, url + path, content=body, headers=headers, timeout=timeout_s)
     except httpx.HTTPError as error:
         raise ServiceAnswerError(f"no answer from {url}: {error}; is `livebed up` running?") from None
     except httpx.InvalidURL as error:
@@ -118,7 +137,23 @@ def call(
     if reply.is_success:
         answer: dict[str, Any] = reply.json()
         return answer
-    raise ServiceAnswerError(f"{method} {path}: {_problem(reply.status_code, reply.text)}")
+    failure = ServiceAnswerError(f"{method} {path}: {_problem(reply.status_code, reply.text)}")
+    with contextlib.suppress(ValueError):
+        failure.problem = reply.json()
+    raise failure
+
+
+def _all_refused(error: ServiceAnswerError) -> dict[str, Any] | None:
+    """An answer to a batch of which every event was refused, in the form of those that accept some; else None."""
+    problem = error.problem or {}
+    places = [one["pointer"].removeprefix("/") for one in problem.get("errors", [])]
+    if problem.get("status") != 422 or not places or not all(place.isdecimal() for place in places):
+        return None
+    rejected = []
+    for place, one in zip(places, problem["errors"], strict=True):
+        code, _, detail = one["detail"].partition(": ")
+        rejected.append({"index": int(place), "code": code, "detail": detail})
+    return {"accepted": 0, "duplicates": 0, "rejected": rejected}
 
 
 def _problem(status_code: int, text: str) -> str:

@@ -181,6 +181,8 @@ class Client:
     def lookup(self, table: str, ids: Sequence[str | int]) -> Looked:
         """Rows of ids, in order. An unknown id has the table's default row and says so."""
         request = LookupEmbeddingsRequest(table=table)
+        for value in ids:
+            _id(value)
         if all(isinstance(value, str) for value in ids):
             request.texts.extend(str(value) for value in ids)
         elif any(isinstance(value, str) for value in ids):
@@ -230,7 +232,13 @@ def _values(values: Mapping[str, Any]) -> dict[str, Value]:
     return {name: _value(value) for name, value in values.items() if value is not None}
 
 
+def _invalid(detail: str) -> "CallError":
+    return CallError("invalid", detail, errors=(), retry_after_s=None)
+
+
 def _value(value: Any) -> Value:
+    if isinstance(value, bool):
+        raise _invalid(f"a value is a string, a number or a list of those, got {value!r}")
     if isinstance(value, str):
         return Value(text=value)
     if isinstance(value, Integral):
@@ -243,14 +251,16 @@ def _value(value: Any) -> Value:
     return Value(ids=IdList(ids=[_id(item) for item in items]))
 
 
-def _id(value: str | Integral) -> Id:
+def _id(value: str | int | Integral) -> Id:
+    if isinstance(value, bool) or not isinstance(value, str | Integral):
+        raise _invalid(f"an id is a string or an integer, got {value!r}")
     return Id(text=value) if isinstance(value, str) else Id(integer=int(value))
 
 
 def _event(event: Mapping[str, Any]) -> Event:
     known = {"features", "label", "event_id", "time_ms", "entity", "id"}
     if not known.issuperset(event):
-        raise ValueError(f"an event has {', '.join(sorted(known))}; got {', '.join(sorted(set(event) - known))}")
+        raise _invalid(f"an event has {', '.join(sorted(known))}; got {', '.join(sorted(set(event) - known))}")
     label, entity_id = event.get("label"), event.get("id")
     return Event(
         features=_values(event.get("features") or {}),

@@ -13,11 +13,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Final
 
-import trainer
 from service.ports import listen
 from trainer.broker import server_binary
 from trainer.errors import LivebedError
-from trainer.schema import Schema, bytes_per_row
+from trainer.schema import Schema
 from trainer.settings import Settings
 
 MIN_FILES: Final = 1024
@@ -82,10 +81,9 @@ def _torch() -> str:
 
 
 def _kernels() -> str:
-    cached = len(list((Path(trainer.__file__ or "").parent / "__pycache__").glob("*.nbi")))
-    directory = os.environ.get("NUMBA_CACHE_DIR")
-    if directory:
-        cached = len(list(Path(directory).rglob("*.nbi")))
+    from trainer.kernel import CACHE  # noqa: PLC0415 -- numba takes half a second
+
+    cached = len(list(CACHE.rglob("*.nbi")))
     return f"{cached} compiled and cached" if cached else "none cached: the first start compiles them, about a minute"
 
 
@@ -119,7 +117,7 @@ def _shared_memory(settings: Settings | None) -> str:
 
 
 def _store_bytes(settings: Settings) -> int:
-    return sum(bytes_per_row(table.width) * table.capacity for table in Schema.from_settings(settings).tables)
+    return sum(table.num_bytes for table in Schema.from_settings(settings).tables)
 
 
 def _configuration(settings: Settings) -> str:

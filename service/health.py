@@ -1,7 +1,8 @@
 """Whether this worker can answer: a canary on the live model, the trainer's heartbeat, the event log.
 
     ok         all is well
-    degraded   reads are answered, but the model stands still (no heartbeat) or events cannot be accepted (no log)
+    degraded   reads are answered, but the model stands still (no heartbeat, or what is learned is held back) or events
+               cannot be accepted (no log)
     not_ready  nothing can be answered: no store yet, a canary that fails, or a drain
 
 Only `not_ready` takes a worker out of rotation: half a service is better than none, and every answer says its age.
@@ -10,9 +11,11 @@ Only `not_ready` takes a worker out of rotation: half a service is better than n
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from service.live_model import LiveModel
+from trainer import board
 from trainer.errors import LivebedError, LogError
 
 Status = Literal["ok", "degraded", "not_ready"]
@@ -61,12 +64,13 @@ class Report:
 class Health:
     """Checks one worker. `ping` asks the event log and raises LogError; it brings its own, short deadline."""
 
-    def __init__(self, model: LiveModel, ping: Callable[[], Awaitable[None]]) -> None:
+    def __init__(self, model: LiveModel, ping: Callable[[], Awaitable[None]], metrics: Path) -> None:
         self.draining = False
         self.started = False  # set for good once a model was attached and the kernels are compiled
         self.attach_problem = "starting"
         self._model = model
         self._ping = ping
+        self._metrics = metrics
 
     async def report(self) -> Report:
         """Look at everything: some hundred microseconds, and a round trip to the log."""
@@ -74,7 +78,7 @@ class Health:
             return Report((Check("drain", ok=False, needed=True, detail="draining: this worker is about to end"),))
         if not self.started:
             return Report((Check("store", ok=False, needed=True, detail=self.attach_problem),))
-        return Report((self._canary(), self._heartbeat(), await self._log()))
+        return Report((self._canary(), self._heartbeat(), self._publishing(), await self._log()))
 
     def _canary(self) -> Check:
         try:
@@ -92,6 +96,12 @@ class Health:
         alive = not state.stopped and age_s <= MAX_HEARTBEAT_AGE_S
         what = "said goodbye" if state.stopped else "last heartbeat"
         return Check("trainer", ok=alive, needed=False, detail=f"{what} {age_s:.1f} s ago (process {state.writer_pid})")
+
+    def _publishing(self) -> Check:
+        if board.read(self._metrics).value("livebed_publishing_held") == 1:
+            detail = "held: the last good version is served, not what is learned (`livebed model status` says why)"
+            return Check("publishing", ok=False, needed=False, detail=detail)
+        return Check("publishing", ok=True, needed=False, detail="live")
 
     async def _log(self) -> Check:
         try:

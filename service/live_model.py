@@ -17,7 +17,7 @@ from trainer.events import Features, Inputs, derive, merge_context
 from trainer.hashing import MISSING_ID
 from trainer.live import LEARNED, Reader, StoreState
 from trainer.probe import EMPTY
-from trainer.publish import entity_section, row_section
+from trainer.publish import entity_section, missing_status, row_section
 from trainer.schema import Schema, Table
 from trainer.scorer import Scorer
 from trainer.settings import ModelSettings, Settings
@@ -120,8 +120,20 @@ class LiveModel:
         self._ready()
         stamp = self._stamp()
         words_NW, status_N = self._reader.gather(row_section(table), ids_N)
+        status_N[status_N != LEARNED] = missing_status(table)
         vectors_ND = words_NW[:, : table.width].view(np.float32)  # the last word is the id's wide weight
         return Rows(table, np.ascontiguousarray(vectors_ND), status_N, stamp)
+
+    def capacity(self, table: Table) -> int:
+        """Slots that a table has in the store, over all shards; it may have been resized since it was configured."""
+        self._ready()
+        layout = self._reader.layout
+        section = next(one for one in layout.sections if one.name == row_section(table))
+        return section.capacity * layout.num_shards
+
+    def seen(self, table: Table, key: int) -> tuple[int, int] | None:
+        """When a hashed id was last seen (s since 1970) and how often; None where there is no row."""
+        return self._reader.peek(row_section(table), key)
 
     def score(self, candidates: Candidates) -> Scores:
         """Probabilities of candidates; nothing is learned or created."""

@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from service import answers, catalogue
+from service import answers, catalogue, operations
 from service.errors import KINDS, PROBLEM_TYPE
 from service.wire import Requests
 from trainer.settings import Settings
@@ -33,7 +33,12 @@ def document(settings: Settings, requests: Requests) -> Json:
 
 
 def _paths() -> Json:
-    table = {"name": "table", "in": "path", "required": True, "schema": {"type": "string"}}
+    table = _in_path("table")
+    inspect = _operation(
+        "One id: its row, counts and optimizer state",
+        "InspectAnswer",
+        errors=(*READING, "unknown_table", "unknown_id"),
+    )
     return {
         "/v1/events": {"post": _publish()},
         "/v1/score": {
@@ -43,6 +48,8 @@ def _paths() -> Json:
             "post": _operation("The best candidates, best first", "RankAnswer", body="RankRequest", errors=READING)
         },
         "/v1/tables/{table}/embeddings:lookup": {"post": _lookup() | {"parameters": [table]}},
+        "/v1/tables/{table}/embeddings/{id}": {"get": inspect, "parameters": [table, _in_path("id")]},
+        "/v1/model/versions": {"get": _operation("Kept checkpoints, and what is served", "VersionsAnswer")},
         "/v1/model": {"get": _operation("State of the live model", "ModelAnswer", errors=READING)},
         "/v1/tables": {"get": _operation("All tables", "TablesAnswer")},
         "/v1/info": {"get": _operation("Inputs, entities and limits", "InfoAnswer")},
@@ -50,6 +57,50 @@ def _paths() -> Json:
         "/readyz": {"get": _readyz()},
         "/startupz": {"get": _operation("This worker has been ready once", "Readiness", errors=READING)},
     }
+
+
+def admin_document(settings: Settings) -> Json:
+    """The calls of the admin port."""
+    table, id_ = _in_path("table"), _in_path("id")
+    asked = ("no_trainer", "refused", "deadline_exceeded")
+    logged = ("unknown_table", "log_unavailable", "log_full")
+    forget = _operation("Forget an id everywhere", "CommandAnswer", status="202", errors=logged)
+    resize = _operation("Resize a table", "CommandAnswer", body="ResizeRequest", status="202", errors=logged)
+    activate = _operation(
+        "Serve a kept checkpoint; nothing that is learned is shown until it is released",
+        "ActivateAnswer",
+        status="202",
+        errors=(*asked, "unknown_version"),
+    )
+    paths = {
+        "/v1/tables/{table}/embeddings/{id}": {"delete": forget, "parameters": [table, id_]},
+        "/v1/tables/{table}:resize": {"post": resize, "parameters": [table]},
+        "/v1/model/versions/{version}:activate": {"post": activate, "parameters": [_in_path("version")]},
+        "/v1/model:release": {
+            "post": _operation("Show again what is learned", "ReleaseAnswer", status="202", errors=asked)
+        },
+        "/v1/checkpoints": {
+            "post": _operation("Write a checkpoint now", "CheckpointAnswer", status="202", errors=asked)
+        },
+        "/livez": {"get": _operation("The process lives", "Readiness")},
+        "/readyz": {"get": _readyz()},
+    }
+    types = [
+        operations.CommandAnswer,
+        operations.ResizeRequest,
+        operations.ActivateAnswer,
+        operations.ReleaseAnswer,
+        operations.CheckpointAnswer,
+        catalogue.Readiness,
+        answers.Problem,
+    ]
+    _, schemas = msgspec.json.schema_components(types, ref_template=REF)
+    info = {"title": f"Livebed: {settings.name}, administration", "version": catalogue.package_version()}
+    return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": schemas}}
+
+
+def _in_path(name: str) -> Json:
+    return {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
 
 
 def _publish() -> Json:
@@ -140,6 +191,8 @@ def _schemas(requests: Requests) -> Json:
         catalogue.TablesAnswer,
         catalogue.InfoAnswer,
         catalogue.Readiness,
+        operations.InspectAnswer,
+        operations.VersionsAnswer,
     ]
     _, schemas = msgspec.json.schema_components(types, ref_template=REF)
     event = _event(schemas["Row"])

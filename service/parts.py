@@ -6,6 +6,7 @@ from service.health import Health
 from service.ingest import Ingest
 from service.live_model import LiveModel
 from service.meters import Meters
+from service.operations import Operations
 from service.proto_wire import Messages
 from service.wire import Requests
 from trainer.schema import Schema
@@ -24,6 +25,7 @@ class Parts:
     ingest: Ingest
     health: Health
     meters: Meters
+    operations: Operations
 
     @property
     def limits(self) -> Limits:

@@ -47,9 +47,12 @@ def build_admin_app(parts: Parts) -> Edge:
     async def metrics(request: Request) -> Response:
         return Response(board.render(parts.settings.metrics_path), media_type=board.CONTENT_TYPE)
 
-    app = FastAPI(openapi_url=None, **PLAIN, exception_handlers=_error_handlers())
-    for path, handler in (("/metrics", metrics), ("/livez", face.livez), ("/readyz", face.readyz)):
-        _add_route(app, path, "GET", handler)
+    app = FastAPI(openapi_url="/openapi.json", **PLAIN, exception_handlers=_error_handlers())
+    document = openapi.admin_document(parts.settings)
+    app.openapi = lambda: document  # type: ignore[method-assign] # made from our own types, not from signatures
+    _add_route(app, "/metrics", "GET", metrics)
+    for path, method, handler in face.admin_routes():
+        _add_route(app, path, method, handler)
     return Edge(app, parts.meters, parts.limits)
 
 
@@ -77,12 +80,26 @@ class Face:
             ("/v1/score", "POST", self.score),
             ("/v1/rank", "POST", self.rank),
             ("/v1/tables/{table}/embeddings:lookup", "POST", self.lookup),
+            ("/v1/tables/{table}/embeddings/{id}", "GET", self.inspect),
             ("/v1/model", "GET", self.model),
+            ("/v1/model/versions", "GET", self.versions),
             ("/v1/tables", "GET", self.tables),
             ("/v1/info", "GET", self.info),
             ("/livez", "GET", self.livez),
             ("/readyz", "GET", self.readyz),
             ("/startupz", "GET", self.startupz),
+        ]
+
+    def admin_routes(self) -> list[tuple[str, str, Handler]]:
+        """Path, method and handler of every call of the admin port, metrics aside."""
+        return [
+            ("/v1/tables/{table}/embeddings/{id}", "DELETE", self.forget),
+            ("/v1/tables/{table}:resize", "POST", self.resize),
+            ("/v1/model/versions/{version}:activate", "POST", self.activate),
+            ("/v1/model:release", "POST", self.release),
+            ("/v1/checkpoints", "POST", self.create_checkpoint),
+            ("/livez", "GET", self.livez),
+            ("/readyz", "GET", self.readyz),
         ]
 
     async def events(self, request: Request) -> Response:
@@ -121,6 +138,37 @@ class Face:
             return _json(answers.lookup_json(rows))
         shape = {"x-embedding-dim": str(table.width), "x-embedding-count": str(len(rows.status_N))}
         return Response(answers.lookup_bytes(rows), media_type=answers.BINARY_TYPE, headers=shape)
+
+    async def inspect(self, request: Request) -> Response:
+        """One id of one table."""
+        found = await self.parts.operations.inspect(request.path_params["table"], request.path_params["id"])
+        return _encoded(found)
+
+    async def forget(self, request: Request) -> Response:
+        """Forget one id."""
+        table, id_ = request.path_params["table"], request.path_params["id"]
+        return _encoded(await self.parts.operations.forget(table, id_), status=202)
+
+    async def resize(self, request: Request) -> Response:
+        """Give a table another capacity."""
+        body = await self._body(request, JSON_TYPES)
+        return _encoded(await self.parts.operations.resize(request.path_params["table"], body), status=202)
+
+    async def versions(self, request: Request) -> Response:
+        """Kept checkpoints."""
+        return _encoded(await self.parts.operations.versions())
+
+    async def activate(self, request: Request) -> Response:
+        """Roll serving back."""
+        return _encoded(await self.parts.operations.activate(request.path_params["version"]), status=202)
+
+    async def release(self, request: Request) -> Response:
+        """Show again what is learned."""
+        return _encoded(await self.parts.operations.release(), status=202)
+
+    async def create_checkpoint(self, request: Request) -> Response:
+        """Write a checkpoint."""
+        return _encoded(await self.parts.operations.create_checkpoint(), status=202)
 
     async def model(self, request: Request) -> Response:
         """State of the live model."""
@@ -185,6 +233,10 @@ def _answered(request: Request, scores: Scores) -> Exchange:
 
 def _json(body: bytes, *, status: int = 200) -> Response:
     return Response(body, status_code=status, media_type=answers.JSON_TYPE)
+
+
+def _encoded(answer: msgspec.Struct, *, status: int = 200) -> Response:
+    return _json(msgspec.json.encode(answer), status=status)
 
 
 def _problem(request: Request, error: ServiceError, **more: Any) -> Response:

@@ -18,6 +18,7 @@ from typing import Final
 from trainer.errors import LivebedError
 
 PARTS: Final = ("trainer", "service")
+MARK: Final = ".livebed-run"  # lies in every run directory: what has none is somebody's own, and is left alone
 # The trainer of a supervisor that was killed still writes its last checkpoint; starting beside it would be two writers.
 LOCK_WAIT_S: Final = 20.0
 POLL_S: Final = 0.05
@@ -60,12 +61,19 @@ class RunDirectory:
         owner = self.path.stat().st_uid
         if owner != os.getuid():
             raise LivebedError(f"the run directory {self.path} belongs to user {owner}: set run_dir to another path")
+        content = {entry.name for entry in self.path.iterdir()}
+        if content and MARK not in content and not content & {f"{part}.lock" for part in PARTS}:
+            raise LivebedError(
+                f"run_dir {self.path} is not empty and none of Livebed's, which empties it: set run_dir to another path"
+            )
+        (self.path / MARK).touch()
 
     def _lock(self, part: str, wait_s: float) -> int:
         path = self.path / f"{part}.lock"
         deadline_s = time.monotonic() + wait_s
         while True:
             self.path.mkdir(mode=0o700, exist_ok=True)  # a leaving system may have just removed it
+            (self.path / MARK).touch()
             lock_fd = _try_lock(path)
             if lock_fd is not None:
                 os.ftruncate(lock_fd, 0)
@@ -81,7 +89,7 @@ class RunDirectory:
 
     def _clear(self) -> None:
         for entry in self.path.iterdir():
-            if entry.suffix == ".lock":
+            if entry.suffix == ".lock" or entry.name == MARK:
                 continue
             if entry.is_dir():
                 shutil.rmtree(entry)

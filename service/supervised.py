@@ -158,8 +158,11 @@ class Supervised:
         for line in stream:
             self.last_lines.append(line.rstrip("\n"))
             if self._forward is not None:
-                self._forward.write(line)
-                self._forward.flush()
+                try:
+                    self._forward.write(line)
+                    self._forward.flush()
+                except OSError:  # who read us is gone; the child's pipe must be emptied all the same
+                    self._forward = None
 
 
 class SupervisedBroker:
