@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.bench.harness import arguments
 
-BENCHES = ("events", "store", "evaluate", "freshness", "serving", "demo")
+BENCHES = ("events", "store", "evaluate", "training", "recovery", "freshness", "serving", "demo")
 README = Path(__file__).parents[2] / "README.md"
 BEGIN, END = "<!-- make bench writes this table -->", "<!-- end of the table -->"
 LIMIT_S = 900.0

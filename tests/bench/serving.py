@@ -5,6 +5,7 @@ rate, and latency counts from when each was due, so a slow answer is not hidden 
 stands the same client against an empty handler of the same framework, in the same run.
 """
 
+import itertools
 import json
 import multiprocessing
 import socket
@@ -52,18 +53,25 @@ def events(count: int) -> bytes:
     return json.dumps([{"features": row(), "label": int(random.integers(2))} for _ in range(count)]).encode()
 
 
-class Http:
-    """One kept connection that sends ready-made bytes; as lean as a Python client gets."""
+def every_value(start: int, count: int) -> bytes:
+    """Events that name values start .. start + count - 1 of each feature, so that the model knows them."""
+    rows = [{f"f{f}": f"value-{k}" for f in range(NUM_FEATURES)} for k in range(start, min(start + count, VOCABULARY))]
+    return json.dumps([{"features": one, "label": int(random.integers(2))} for one in rows]).encode()
 
-    def __init__(self, port: int, path: str, body: bytes) -> None:
-        lines = (f"POST {path} HTTP/1.1", "host: b", "content-type: application/json", f"content-length: {len(body)}")
-        self._request = "\r\n".join([*lines, "", ""]).encode() + body
+
+class Http:
+    """One kept connection that sends ready-made bytes, in turn; as lean as a Python client gets."""
+
+    def __init__(self, port: int, path: str, *bodies: bytes) -> None:
+        lines = (f"POST {path} HTTP/1.1", "host: b", "content-type: application/json")
+        heads = ["\r\n".join([*lines, f"content-length: {len(body)}", "", ""]).encode() for body in bodies]
+        self._requests = itertools.cycle([head + body for head, body in zip(heads, bodies, strict=True)])
         self._socket = socket.create_connection(("127.0.0.1", port), timeout=10)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def __call__(self) -> None:
         """One request."""
-        self._socket.sendall(self._request)
+        self._socket.sendall(next(self._requests))
         received = b""
         while (end := received.find(b"\r\n\r\n")) < 0:
             received += self._more()
@@ -84,7 +92,8 @@ class Http:
 def train(port: int, stop: Any) -> None:
     """Post events at a steady rate from a process of its own."""
     posts_per_s = 100
-    post = Http(port, "/v1/events", events(TRAINING_EVENTS_PER_S // posts_per_s))
+    bodies = [events(TRAINING_EVENTS_PER_S // posts_per_s) for _ in range(500)]
+    post = Http(port, "/v1/events", *bodies)
     started, k = time.perf_counter(), 0
     while not stop.wait(max(0.0, started + k / posts_per_s - time.perf_counter())):
         post()
@@ -194,9 +203,11 @@ def main() -> None:
         path = directory / "livebed.yaml"
         path.write_text(yaml.safe_dump(configuration()))
         with Stack(directory, configuration=path) as stack:
-            fill = Http(stack.http_port, "/v1/events", events(500))
-            for _ in range(20 if options.quick else 100):
+            bodies = [every_value(start, 500) for start in range(0, VOCABULARY, 500)]
+            fill = Http(stack.http_port, "/v1/events", *bodies)
+            for _ in bodies:
                 fill()
+            stack.wait_until(lambda: stack.get("/v1/model")[1]["step"] >= VOCABULARY, "the vocabulary learned")
             results = run(stack, 1.5 if options.quick else 5.0)
     trained = results["training"]
     score, lookup = trained["http_score_100x8"], trained["grpc_lookup_100x64"]

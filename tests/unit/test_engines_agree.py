@@ -74,7 +74,7 @@ def test_a_micro_batch_teaches_both_engines_the_same(features: dict[str, Any], n
         assert set(engine.touched_pairs.tolist()) == set(one.engine.touched_pairs.tolist())
 
 
-def test_tables_of_several_widths_share_one_kernel_and_agree() -> None:
+def test_tables_of_several_widths_agree() -> None:
     one, other = (world(EVERY_KIND, widths=(4, 16, 8)) for _ in range(2))
     log, labels = random_log(one.schema, 60, num_ids=20, seed=2)
     slots = one.place(log)

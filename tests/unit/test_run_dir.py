@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from service.run_dir import RunDirectory, remove_stale
+from service.run_dir import MARK, RunDirectory, remove_stale
 from trainer.errors import LivebedError
 
 
@@ -39,12 +39,14 @@ def test_a_whole_system_clears_what_a_dead_one_left_and_a_part_does_not(tmp_path
     leftover = tmp_path / "run" / "store" / "shard"
     leftover.parent.mkdir(parents=True)
     leftover.touch()
+    (tmp_path / "run" / MARK).touch()
     part = RunDirectory(tmp_path / "run", ["trainer"])
     assert leftover.exists()
     held = RunDirectory(tmp_path / "run", ["service"])
     part.release()
     held.release()
     leftover.parent.mkdir(parents=True)
+    (tmp_path / "run" / MARK).touch()
     whole = RunDirectory(tmp_path / "run", ["trainer", "service"])
     assert not leftover.parent.exists()
     whole.release()
@@ -69,3 +71,10 @@ def test_only_directories_with_a_free_lock_are_stale(tmp_path: Path) -> None:
     (tmp_path / "livebed-0-just-made").mkdir()
     assert remove_stale(tmp_path, "livebed-0-") == [tmp_path / "livebed-0-dead"]
     held.release()
+
+
+def test_a_directory_with_somebodys_files_is_refused_and_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("precious")
+    with pytest.raises(LivebedError, match="not empty"):
+        RunDirectory(tmp_path, ("trainer", "service"))
+    assert [entry.name for entry in tmp_path.iterdir()] == ["thesis.txt"]
