@@ -194,7 +194,15 @@ def evaluate(
     label: Annotated[str | None, typer.Option(help="Label column.", show_default="label.name of the file")] = None,
     time: Annotated[str | None, typer.Option(help="Time column, ms; rows are taken in its order.")] = None,
     batch: Annotated[int | None, typer.Option(help="Learn so many events in one update.", show_default="1")] = None,
+    delay: Annotated[int, typer.Option(min=0, help="So many events between predicting one and learning it.")] = 0,
     max_rows: Annotated[int | None, typer.Option(help="Stop after so many rows.", show_default="all")] = None,
+    others: Annotated[
+        list[Path] | None,
+        typer.Option("--compare", metavar="FILE", help="The same log under another configuration too (repeatable)."),
+    ] = None,
+    report: Annotated[
+        Path | None, typer.Option(metavar="FILE.html", help="Write a page of its own, and JSON beside it.")
+    ] = None,
     engine: Engine = None,
     settings: Set = None,
     as_json: Json = False,
@@ -202,8 +210,19 @@ def evaluate(
     """Progressive validation of a click log: predict each event, then learn it, without a broker."""
     from service.cli_evaluate import run_evaluate
 
-    loaded = load(config, {"engine": engine}, settings)
-    run_evaluate(loaded, data, label=label, time=time, batch=batch, max_rows=max_rows, as_json=as_json)
+    configurations = [(str(config or "livebed.yaml"), load(config, {"engine": engine}, settings))]
+    configurations += [(str(other), load(other, {"engine": engine})) for other in others or []]
+    run_evaluate(
+        configurations,
+        data,
+        report=report,
+        as_json=as_json,
+        label=label,
+        time=time,
+        batch=batch,
+        delay=delay,
+        max_rows=max_rows,
+    )
 
 
 @config_app.command("check")

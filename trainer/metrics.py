@@ -194,6 +194,11 @@ def exact_auc(labels_N: ArrayLike, logits_N: ArrayLike) -> float:
     return _auc_of_ranks(negatives_K, positives_K)
 
 
+def event_losses(labels_N: ArrayLike, logits_N: ArrayLike) -> Floats:
+    """Log-loss of each prediction."""
+    return _losses(*_pair(np.asarray(labels_N, np.float64), np.asarray(logits_N, np.float64)))
+
+
 def summary(labels_N: ArrayLike, logits_N: ArrayLike) -> Summary:
     """Judge the predictions for a whole log, given in its order.
 

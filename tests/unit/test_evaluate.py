@@ -1,4 +1,6 @@
 import gzip
+import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -6,10 +8,11 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
+from service import evaluate_report
 from service.examples import KUAIRAND
 from tests.unit.worlds import EVERY_KIND
 from trainer.errors import SettingsError
-from trainer.evaluate import evaluate
+from trainer.evaluate import compare, evaluate, validate
 from trainer.event_json import EventParser
 from trainer.events import derive
 from trainer.schema import Schema
@@ -109,3 +112,51 @@ def test_a_file_that_does_not_fit_is_refused_by_column(
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"nothing\.csv"):
         evaluate(WORLD, tmp_path / "nothing.csv", label="label")
+
+
+def test_a_delay_is_exactly_so_many_events(tmp_path: Path) -> None:
+    """Labels change for good at event 600: with a delay of k the first k + 1 predictions after it cannot know."""
+    labels = np.repeat([0, 1], 600)
+    pyarrow.parquet.write_table(pa.table({"a": [1] * 1200, "b": [1] * 1200, "label": labels}), tmp_path / "w.parquet")
+    for delay in (0, 1, 7, 40):
+        logits = validate(WORLD, tmp_path / "w.parquet", label="label", delay=delay).logits_N
+        assert np.argmax(np.diff(logits[600:]) > 0) == delay  # it falls until the first 1 is learned
+    undelayed = validate(WORLD, tmp_path / "w.parquet", label="label").logits_N
+    assert np.array_equal(validate(WORLD, tmp_path / "w.parquet", label="label", delay=0).logits_N, undelayed)
+
+
+def test_an_id_is_not_known_before_its_event_is_learned(tmp_path: Path) -> None:
+    write_world(tmp_path / "world.parquet", 50)
+    first = validate(WORLD, tmp_path / "world.parquet", label="label", delay=10).logits_N
+    assert len(set(first[:10].tolist())) == 1  # nothing is learned yet, so every event reads zeros
+
+
+def test_a_configuration_compared_with_itself_does_not_differ(tmp_path: Path) -> None:
+    write_world(tmp_path / "world.parquet")
+    one, other = (validate(WORLD, tmp_path / "world.parquet", label="label") for _ in range(2))
+    difference = compare(one, other)
+    assert (difference["logloss_mean_difference"], difference["logloss_standard_error"]) == (0, 0)
+    later = compare(one, validate(WORLD, tmp_path / "world.parquet", label="label", delay=1500))
+    assert later["logloss_mean_difference"] > 2 * later["logloss_standard_error"] > 0
+
+
+def test_the_report_loads_nothing_and_escapes_what_it_is_given(tmp_path: Path) -> None:
+    write_world(tmp_path / "<b>world.parquet", 2000)
+    validation = validate(WORLD, tmp_path / "<b>world.parquet", label="label")
+    runs = [evaluate_report.Run("<script>alert(1)</script>", WORLD, validation)]
+    content = evaluate_report.report(runs, {}, tmp_path / "<b>world.parquet", ["livebed", "evaluate", "'\"><i>"])
+    page, beside = evaluate_report.write(content, tmp_path / "out" / "report.html")
+    text = page.read_text()
+    assert "<script" not in text
+    assert "<b>world" not in text
+    assert "'\"><i>" not in text
+    assert not re.search(r"(src|href|url\(|@import|https?:)", text)
+    assert json.loads(beside.read_text())["runs"][0]["figures"]["auc"] == validation.figures["auc"]
+    assert text.count("<svg") == 5
+
+
+@pytest.mark.parametrize(("option", "value"), [("batch", 0), ("delay", -1), ("max_rows", 0)])
+def test_an_option_out_of_range_is_refused_by_name(tmp_path: Path, option: str, value: int) -> None:
+    write_world(tmp_path / "world.parquet", 50)
+    with pytest.raises(SettingsError, match=option):
+        evaluate(WORLD, tmp_path / "world.parquet", label="label", **{option: value})
