@@ -155,7 +155,9 @@ class EntryDecoder:
 
 
 def _believable(claimed_us_B: npt.NDArray[np.int64], entry_us: int) -> npt.NDArray[np.int64]:
-    """When events were accepted, as their producer says; the entry's own time where that cannot be."""
+    """When events were accepted, as their producer says; the entry's own time (0: not known) where that cannot be."""
+    if entry_us <= 0:
+        return claimed_us_B
     is_odd_B = (claimed_us_B <= 0) | (claimed_us_B > entry_us + MAX_SKEW_US)
     return np.where(is_odd_B, entry_us, claimed_us_B)
 

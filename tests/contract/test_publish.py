@@ -160,8 +160,14 @@ def test_counts_of_events_are_right(system: RunningWorker) -> None:
 
 
 def test_the_sdk_names_a_member_that_an_event_does_not_have(system: RunningWorker) -> None:
-    with pytest.raises(ValueError, match="lable"):
+    with pytest.raises(CallError, match="lable"):
         system.sdk.publish([{"lable": 1}])
+
+
+@pytest.mark.parametrize("id_", [1.5, True, None, b"x"])
+def test_the_sdk_refuses_what_is_no_id_instead_of_changing_it(system: RunningWorker, id_: Any) -> None:
+    with pytest.raises(CallError, match="an id is"):
+        system.sdk.lookup("user", [id_])
 
 
 def test_a_service_that_is_not_there_is_said_plainly() -> None:

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.system.running import Running, system, wait_until
+from trainer.schema import Schema
+from trainer.settings import Settings
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -82,3 +84,9 @@ def test_the_package_pages_name_every_file(package: str) -> None:
     named = re.findall(r"`([\w*]+\.py)`", text)
     ours = {path.name for path in (ROOT / package).glob("[a-z]*.py") if "_pb2" not in path.name}
     assert {name for name in ours if not any(fnmatch(name, pattern) for pattern in named)} == set()
+
+
+def test_the_configuration_that_the_readme_shows_can_be_used(tmp_path: Path) -> None:
+    file = tmp_path / "livebed.yaml"
+    file.write_text(re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)[0])
+    assert Schema.from_settings(Settings.load(file, environment={})).id_features
