@@ -20,8 +20,9 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
+from trainer.durable import sync_directory, write
 from trainer.errors import CheckpointError
-from trainer.manifest import MANIFEST, UnknownFormat, load, read_manifest, sync_directory, verify, write, write_save
+from trainer.manifest import MANIFEST, UnknownFormat, load, read_manifest, verify, write_save
 from trainer.snapshot import Progress, Snapshot
 
 __all__ = [

@@ -15,6 +15,7 @@ from typing import Any
 
 import safetensors.numpy
 
+from trainer.durable import sync_directory, write
 from trainer.errors import CheckpointError
 from trainer.snapshot import Progress, Snapshot, Tensors
 
@@ -142,19 +143,6 @@ def _checksum(manifest: dict[str, Any]) -> str:
 def _sha256_of(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def write(path: Path, content: bytes) -> None:
-    """Write a small file and force it to disk."""
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync_directory(path: Path) -> None:
-    """Force a directory's entries to disk: a rename alone may be lost with the power."""
-    _sync(path)
 
 
 def _sync(path: Path) -> None:
