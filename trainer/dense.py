@@ -130,7 +130,7 @@ def _mlp_shapes(prefix: str, inputs: int, widths: list[int]) -> Iterator[tuple[s
 class LearnerState:
     """All that learning changes besides the tables; every array is updated in place and saved in checkpoints.
 
-    accumulators, moments, powers: of the dense optimizer, see `optim.dense_update`; moments is empty without Adam.
+    accumulators, moments, powers: of the dense optimizer, see `optim.dense_update`; the last two empty without Adam.
     offset: [positives, count, learned bias, its accumulator], see `offset_logit`.
     pair_z, pair_n: FTRL state of the hashed pairs, 2^pair_bits slots (none without pairs).
     """
@@ -153,7 +153,7 @@ class LearnerState:
             params=layout.initial(model.seed),
             accumulators=np.full(layout.size, model.optimizer.initial_accumulator if has_sums else 0, np.float32),
             moments=np.zeros(layout.size if has_moments else 0, np.float32),
-            powers=np.ones(2),
+            powers=np.ones(2 if has_moments else 0),
             offset=np.array([0, 0, 0, BIAS_INITIAL_ACCUMULATOR], np.float64),
             pair_z=np.zeros(num_pairs, np.float32),
             pair_n=np.zeros(num_pairs, np.float32),

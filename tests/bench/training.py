@@ -148,10 +148,7 @@ def update_ns(repeats: int) -> Figures:
     tables, state, net = parts.tables, parts.state, build_net(SCHEMA, SETTINGS.model)
     batch, plan = batch_of(slots_BC, features, labels_B), build_plan(SCHEMA, SETTINGS.model, tables, net)
     rules = build_rules(SETTINGS.model)
-    memory = Memory(
-        tables.weights, tables.accumulators, tables.wide_z, tables.wide_n, state.params, state.accumulators,
-        state.offset, state.pair_z, state.pair_n,
-    )  # fmt: skip
+    memory = build_memory(tables, state)
     pool = make_pool(entries=64, width=SCHEMA.tables[0].width, dense=0, touched_pairs=0, pair_slots=0)
     dx = np.full(SCHEMA.x_width, 1e-6, np.float32)
     event_s = median_s(lambda: update_rows(batch, plan, rules, memory, pool, dx), repeats=repeats)

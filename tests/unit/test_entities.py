@@ -76,7 +76,7 @@ def test_a_feature_event_changes_only_what_it_gives() -> None:
     assert features.ids_BC[-1, TAGS].tolist() == [EMPTY] * 4
     assert features.lengths_BF[-1].tolist()[-1] == 0
     assert features.floats_BM[-1, CONTENT].tolist() == [1, 2, 3]
-    assert features.present_BA[-1].tolist() == [0, 1, 0, 0, 1, 1, 1]
+    assert features.present_BA[-1].tolist() == [0, 1, 0, 1, 1, 1, 1]  # the hour is that of acceptance
 
 
 def test_a_shorter_list_leaves_nothing_of_the_longer_one() -> None:
@@ -123,7 +123,7 @@ def test_the_id_forgotten_is_the_least_recently_used_and_its_slot_starts_empty()
     newcomer = batch_of(fact("new"), example(item_id="new"), schema=schema)
     entities.apply(newcomer)
     assert prices(newcomer) == [0, 0]
-    assert newcomer.features.present_BA[1].sum() == 1
+    assert newcomer.features.present_BA[1].sum() == 2  # item_id and the hour
 
 
 def test_serving_fills_a_request_as_training_filled_the_example() -> None:

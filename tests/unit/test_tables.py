@@ -254,7 +254,7 @@ def test_one_id_is_shown_with_all_its_state() -> None:
     assert row is not None
     assert row.moments_D is not None
     assert row.moments_D.tolist() == [0, 0, 0, 0]
-    assert (row.accumulator, row.wide_z, row.wide_n, row.seen_s, row.count) == (0.25, 0, 0, 100, 2)
+    assert (row.accumulator, row.wide_z, row.wide_n, row.seen_s, row.count) == (0, 0, 0, 100, 2)
     assert row.sketch_estimate == 2
     assert tables.row_of(0, 6) is None
     assert tables.sketch_estimate(0, 6) == 1
