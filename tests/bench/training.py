@@ -23,7 +23,7 @@ from tests.bench.harness import arguments, emit, goal, median_s
 from tests.bench.kuairand import CONFIGURATION
 from tests.bench.peers import Run, read
 from trainer.dense import LearnerState
-from trainer.engine_event import EventEngine, build_plan, build_rules
+from trainer.engine_event import EventEngine, build_memory, build_plan, build_rules
 from trainer.engine_torchrec import TorchrecEngine
 from trainer.engines import Engine
 from trainer.entities import Entities, EntityChanges
