@@ -79,17 +79,20 @@ class Intake:
         until: str | None = None,
         entry_by_entry: bool = False,
         careful_to: str | None = None,
+        parts_done: int = 0,
     ) -> None:
         """Start reading after a position; `log` belongs to this thread from now on.
 
         `passed_over`: entries whose events are not handed on. `until`: the last id that is read. `entry_by_entry`:
         portions are cut by the log alone, not by when it was read; so are they up to `careful_to`.
+        `parts_done`: portions of the first entry that were handed over before.
         """
         self._log, self._schema, self._stream, self._board = log, schema, stream, board
         self._decoder = EntryDecoder(schema)
         self._stage = board.histogram("livebed_stage_duration_seconds", stage="decode")
         self._after, self._num_read, self._until = after, num_read, until
         self._passed_over, self._entry_by_entry, self._careful_to = passed_over, entry_by_entry, careful_to
+        self._parts_done = parts_done
         # AHEAD portions: when it is full the reader waits, and the log keeps what comes.
         self._ready: queue.Queue[Portion | Quiet | Exception] = queue.Queue(AHEAD)
         self._stop = threading.Event()
@@ -163,7 +166,8 @@ class Intake:
             command, batch = self._decode(entry_id, fields)
             size = sum(map(len, batches))
             full = batch is not None and size + len(batch) > self._stream.max_batch
-            if waiting and (full or command is not None or self._comes_alone(entry_id)):
+            alone = self._comes_alone(entry_id) or (bool(waiting) and self._comes_alone(waiting[-1][0]))
+            if waiting and (full or command is not None or alone):
                 yield Portion(waiting, _joined(batches), num_read=num_read)
                 waiting, batches = [], []
             if command is not None:
@@ -172,8 +176,9 @@ class Intake:
             waiting.append((entry_id, fields))
             if batch is not None:
                 *first, last = batch.split(self._stream.max_batch)
-                for part in first:
+                for part in first[self._parts_done :]:
                     yield Portion(waiting, part, is_whole=False)
+                self._parts_done = 0
                 batches.append(last)
         if waiting:
             yield Portion(waiting, _joined(batches), num_read=None if num_before is None else num_before + len(entries))

@@ -76,7 +76,8 @@ class Trainer:
         self.outlet = Outlet(settings, self.state, after_version=self.restored_version)
         self.num_rewinds = 0  # since the last checkpoint
         self._catch_up_to: str | None = None  # after a rewind: nothing is shown before this entry
-        self._is_between_entries = True  # whether the place in the log says all of what is learned
+        self._parts_done = 0  # of an entry that comes in several portions; 0: the place says all of what is learned
+        self._num_searches = 0  # rewinds to find the entry that did harm, since the last checkpoint
         self._recent: deque[tuple[str, float]] = deque()  # entries of the last loss window, and their share of events
         self._recent_events = 0.0
         self._save_requests: list[Request] = []  # who waits for the next checkpoint, and for the one being written
@@ -99,7 +100,7 @@ class Trainer:
         try:
             while not stop.is_set():
                 self.step()
-            self.saver.finish(self.capture if self.may_save else None)
+            self.saver.finish(self.capture if self.may_save and self._parts_done == 0 else None)
         finally:
             self.control.close()
             self.intake.close()
@@ -132,7 +133,6 @@ class Trainer:
 
     def _apply(self, portion: Portion) -> None:
         """Learn one portion, look at what that did, and show it."""
-        self._is_between_entries = portion.is_whole
         if portion.command is not None:
             self._obey(portion.command)
         elif portion.batch is not None:
@@ -143,7 +143,9 @@ class Trainer:
             self.state.count(learned)
             self._show(learned)
             self._remember(portion)
+        self._parts_done += 1
         if portion.is_whole:
+            self._parts_done = 0
             self.state.moved_to(portion.last_id, portion.num_read)
         self._end_catching_up()
 
@@ -209,7 +211,9 @@ class Trainer:
             return False  # nothing is shown anyway, and an operator knows
         guard, reasons = self.settings.guard, sorted({finding.reason for finding in findings})
         may_rewind = guard.on_hold == "rewind" and self.num_rewinds < guard.max_rewinds
-        if may_rewind and len(portion.entries) > 1 and not _is_of_a_window(findings):
+        may_search = self._num_searches < guard.max_rewinds and not _is_of_a_window(findings)
+        if may_rewind and may_search and len(portion.entries) > 1:
+            self._num_searches += 1
             logger.warning("a step of %d entries does harm: looking for the one", len(portion.entries))
             self._rewind(portion.last_id, list(reasons), careful=True)
             return True
@@ -249,7 +253,7 @@ class Trainer:
             self.outlet.hold(reasons)
         self._catch_up_to = max(up_to, self._catch_up_to or up_to, key=parse_id)
         self.state, _ = self._restored()
-        self._is_between_entries = True
+        self._parts_done = 0
         self._recent.clear()
         self._recent_events = 0.0
         self.intake = self._intake(careful_to=self._catch_up_to if careful else None)
@@ -273,7 +277,7 @@ class Trainer:
     def is_save_due(self) -> bool:
         """Whether to write a checkpoint now."""
         asked = self._save_requests and not self.saver.is_running
-        return bool(self.saver.is_due or asked) and self.may_save and self._is_between_entries
+        return bool(self.saver.is_due or asked) and self.may_save and self._parts_done == 0
 
     def ask_to_save(self, request: Request) -> None:
         """Write a checkpoint as soon as possible, and answer when it is on disk."""
@@ -306,7 +310,7 @@ class Trainer:
                 )
         self._saving_for = []
         if result.error is None:
-            self.num_rewinds = 0
+            self.num_rewinds = self._num_searches = 0
             if (oldest := self.saver.oldest_position()) is not None:
                 self.quarantine.drop_before(oldest)
 
@@ -395,6 +399,7 @@ class Trainer:
             passed_over=self.quarantine,
             entry_by_entry=self.settings.deterministic,
             careful_to=careful_to,
+            parts_done=self._parts_done,
         )
 
     def _go_on_after(self, gap: LogTruncated) -> None:
