@@ -29,9 +29,11 @@ def run_evaluate(
     """
     if report is not None and report.suffix not in {".html", ".htm"}:
         raise SettingsError("--report", got=str(report), wanted="a file that ends in .html; the JSON goes beside it")
+    if report is not None:
+        _check_writable(report, path)
     names = _names([name for name, _ in settings])
     runs = []
-    label = options.pop("label")
+    label = options.pop("label") or settings[0][1].label.name  # one label for all, or nothing could be compared
     with Progress(console=Console(stderr=True), disable=as_json or not sys.stderr.isatty()) as progress:
         for name, (_, one) in zip(names, settings, strict=True):
             task = progress.add_task(f"{name}: predict, then learn", total=None)
@@ -39,7 +41,7 @@ def run_evaluate(
             def show(done: int, total: int, task: Any = task) -> None:
                 progress.update(task, completed=done, total=total)
 
-            validation = validate(one, path, label=label or one.label.name, progress=show, **options)
+            validation = validate(one, path, label=label, progress=show, **options)
             runs.append(Run(name, one, validation))
     base, *others = runs
     differences = {run.name: compare(base.validation, run.validation) for run in others}
@@ -62,6 +64,20 @@ def run_evaluate(
     for figure in next(iter(differences.values()), {}):
         table.add_row(f"difference: {figure}", "", *(f"{one[figure]:+.5f}" for one in differences.values()))
     Console().print(table)
+
+
+def _check_writable(report: Path, log: Path) -> None:
+    """Before minutes of work: the page and the JSON beside it can be written, and replace nothing that is read."""
+    if report.with_suffix(".json") == log:
+        raise SettingsError("--report", got=str(report), wanted="a name whose .json is not the log itself")
+    try:
+        report.parent.mkdir(parents=True, exist_ok=True)
+        for path in (report, report.with_suffix(".json")):
+            path.open("a").close()
+    except OSError as error:
+        raise SettingsError(
+            "--report", got=str(report), wanted=f"a file that can be written ({error.strerror})"
+        ) from None
 
 
 def _names(paths: Sequence[str]) -> list[str]:

@@ -23,6 +23,7 @@ from trainer.schema import Schema
 from trainer.settings import Settings
 from trainer.table_file import chunks, read_table
 from trainer.tables import Tables
+from trainer.warm import warm
 
 STEP_ROWS = 4096  # rows a kernel call; long enough to hide its cost, short enough to show progress
 # Events whose loss differences count as one: neighbours are alike, so that single events would look too sure.
@@ -75,6 +76,8 @@ def validate(
         if value is not None and value < least:
             raise SettingsError(name, got=value, wanted=f"at least {least}")
     started = clock.perf_counter()
+    for module in ("hashing", "events", "tables", "engine_event"):  # no run pays for the kernels of all
+        warm(module)
     schema = Schema.from_settings(settings)
     tables = Tables(schema, settings.model)
     engine = build_engine(settings, schema, tables, LearnerState.initial(schema, settings.model))
@@ -115,6 +118,10 @@ def compare(one: Validation, other: Validation) -> dict[str, float]:
     The standard error is that of the mean over blocks of BLOCK_EVENTS neighbouring events, for neighbours are alike; a
     difference of less than two of them may be chance.
     """
+    if not np.array_equal(one.labels_N, other.labels_N):
+        raise SettingsError(
+            "label", got="other outcomes of the same events", wanted="one label, and one threshold, for all"
+        )
     differences_N = event_losses(other.labels_N, other.logits_N) - event_losses(one.labels_N, one.logits_N)
     whole = len(differences_N) // BLOCK_EVENTS * BLOCK_EVENTS
     blocks_K = differences_N[:whole].reshape(-1, BLOCK_EVENTS).mean(axis=1)
