@@ -65,6 +65,7 @@ def test_reads_go_on_without_a_trainer_and_say_so(tmp_path: Path, broker: Broker
             worker.wait_ready()
             assert worker.http.get("/readyz").json() == {"status": "ok"}
             before = worker.sdk.score([{"user_id": "u1"}], time_ms=1)
+            wait_until(lambda: worker.sdk.score([]).model.age_ms is not None)  # it has read the log once
         assert worker.http.get("/readyz").json() == {"status": "degraded"}
         assert failed(worker) == ["trainer"]
         assert worker.http.get("/v1/model").json()["trainer"]["alive"] is False
