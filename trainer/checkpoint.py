@@ -20,7 +20,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from trainer.durable import sync_directory, write
+from trainer.durable import sync, write
 from trainer.errors import CheckpointError
 from trainer.manifest import MANIFEST, UnknownFormat, load, read_manifest, verify, write_save
 from trainer.snapshot import Progress, Snapshot
@@ -128,7 +128,7 @@ def save(directory: Path, snapshot: Snapshot, *, keep: int) -> Path:
         try:
             write_save(unfinished, snapshot)
             unfinished.rename(target)
-            sync_directory(directory)
+            sync(directory)
             _point_to(directory, target.name)
         except BaseException:
             _sweep(directory)
@@ -247,7 +247,7 @@ def _point_to(directory: Path, name: str) -> None:
     unfinished = directory / f"{UNFINISHED}{POINTER}"
     write(unfinished, name.encode())
     unfinished.replace(directory / POINTER)
-    sync_directory(directory)
+    sync(directory)
 
 
 def _pointed_at(directory: Path) -> Path | None:

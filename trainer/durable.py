@@ -20,12 +20,12 @@ def replace(path: Path, content: bytes) -> None:
     unfinished = path.with_name(f"{UNFINISHED}{path.name}")
     write(unfinished, content)
     unfinished.replace(path)
-    sync_directory(path.parent)
+    sync(path.parent)
 
 
-def sync_directory(directory: Path) -> None:
-    """Wait until renames in a directory are on disk."""
-    descriptor = os.open(directory, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a directory, are on disk: a rename alone may be lost with the power."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -72,9 +72,7 @@ def validate(
     Raises:
         SettingsError: the file, one of its columns or an option cannot be used.
     """
-    for name, value, least in (("batch", batch, 1), ("delay", delay, 0), ("max_rows", max_rows, 1)):
-        if value is not None and value < least:
-            raise SettingsError(name, got=value, wanted=f"at least {least}")
+    _check_options(batch=(batch, 1), delay=(delay, 0), max_rows=(max_rows, 1))
     started = clock.perf_counter()
     for module in ("hashing", "events", "tables", "engine_event"):  # no run pays for the kernels of all
         warm(module)
@@ -133,6 +131,13 @@ def compare(one: Validation, other: Validation) -> dict[str, float]:
         "logloss_mean_difference": float(differences_N.mean()),
         "logloss_standard_error": error,
     }
+
+
+def _check_options(**options: tuple[int | None, int]) -> None:
+    """Of each: the value, and the least that it may be."""
+    for name, (value, least) in options.items():
+        if value is not None and value < least:
+            raise SettingsError(name, got=value, wanted=f"at least {least}")
 
 
 class _Learner:

@@ -97,9 +97,9 @@ class HeldSteps:
             unfinished.mkdir(mode=0o700)
             durable.write(unfinished / EVENTS, json.dumps([_plain(*entry) for entry in entries]).encode())
             durable.write(unfinished / REASON, json.dumps({"version": VERSION, **asdict(held)}, indent=2).encode())
-            durable.sync_directory(unfinished)
+            durable.sync(unfinished)
             unfinished.replace(self._path(held.number))
-            durable.sync_directory(self._directory)
+            durable.sync(self._directory)
         except OSError:
             shutil.rmtree(unfinished, ignore_errors=True)
             raise

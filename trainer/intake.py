@@ -177,7 +177,7 @@ class Intake:
             if batch is not None:
                 *first, last = batch.split(self._stream.max_batch)
                 for part in first[self._parts_done :]:
-                    yield Portion(waiting, part, is_whole=False)
+                    yield Portion([(entry_id, fields)], part, is_whole=False)
                 self._parts_done = 0
                 batches.append(last)
         if waiting:

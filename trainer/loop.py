@@ -19,7 +19,16 @@ from trainer.board import Board
 from trainer.checkpoint import load, load_latest, path_of
 from trainer.commands import Command, Forget
 from trainer.control import ControlServer, Request
-from trainer.errors import CheckpointError, LivebedError, LogFull, LogTruncated, LogUnavailable, SettingsError
+from trainer.errors import (
+    CheckpointError,
+    ControlRefused,
+    LivebedError,
+    LogFull,
+    LogTruncated,
+    LogUnavailable,
+    SettingsError,
+    StoreUnavailable,
+)
 from trainer.guard import Finding
 from trainer.held import HeldSteps
 from trainer.intake import Intake, Portion, Quiet
@@ -112,6 +121,8 @@ class Trainer:
         """One turn of the loop."""
         for request in self.control.pending():
             answer(self, request)
+        if not self.may_save:
+            self._refuse_saves()
         self._reap()
         try:
             taken = self.intake.take(TAKE_S)  # 1. what cannot be read is in the dead-letter stream
@@ -122,7 +133,9 @@ class Trainer:
             self._wait_for_broker(error)
             return
         if isinstance(taken, Portion):
-            self._apply(taken)  # 2. learned, 3. looked at by the guard, 4. visible to readers, 5. the place moved
+            # 2. learned, 3. looked at by the guard, 4. visible to readers, 5. the place moved
+            if not self._apply(taken):
+                return  # gone back to before it
         elif isinstance(taken, Quiet):
             self.state.saw_quiet(taken.read_us)
         self._sweep(taken)
@@ -131,15 +144,15 @@ class Trainer:
             self._save()  # 6. a restart begins here
         self._show_gauges()
 
-    def _apply(self, portion: Portion) -> None:
-        """Learn one portion, look at what that did, and show it."""
+    def _apply(self, portion: Portion) -> bool:
+        """Learn one portion, look at what that did, and show it; False if the trainer went back to before it."""
         if portion.command is not None:
             self._obey(portion.command)
         elif portion.batch is not None:
             learned = self.state.learn(portion.batch)
             findings = self.state.judge(learned)
             if findings and self._hold(portion, findings):
-                return
+                return False
             self.state.count(learned)
             self._show(learned)
             self._remember(portion)
@@ -148,6 +161,7 @@ class Trainer:
             self._parts_done = 0
             self.state.moved_to(portion.last_id, portion.num_read)
         self._end_catching_up()
+        return True
 
     def _remember(self, portion: Portion) -> None:
         """Keep the ids of the entries of the last loss window."""
@@ -196,7 +210,7 @@ class Trainer:
             logger.error("table %s is not resized: %s", command.table, error)
             return
         if self.outlet.is_live:
-            self.outlet.release(self.state)
+            self._go_live()
         took_s = time.perf_counter() - started_s
         text = "table %s has %d slots now, %d ids had no room (%.2f s)"
         logger.info(text, command.table, command.capacity, num_dropped, took_s)
@@ -265,8 +279,16 @@ class Trainer:
             return
         self._catch_up_to = None
         if self.outlet.mode == "held":
-            self.outlet.release(self.state)
+            self._go_live()
         logger.warning("caught up at entry %s", self.state.place.entry_id)
+
+    def _go_live(self) -> None:
+        """Show the state in a new generation; where that cannot be, hold, for readers are served all the same."""
+        try:
+            self.outlet.release(self.state)
+        except (ControlRefused, StoreUnavailable) as error:
+            self.outlet.hold(["no_new_generation"])
+            logger.error("nothing is shown until `livebed model release`: %s", error)
 
     @property
     def may_save(self) -> bool:
@@ -286,6 +308,12 @@ class Trainer:
     def capture(self) -> Snapshot:
         """A copy of the state."""
         return self.state.capture(version=self.outlet.version)
+
+    def _refuse_saves(self) -> None:
+        """Who asked for a checkpoint before the hold is told; nobody waits for what will not come."""
+        for request in self._save_requests:
+            request.refuse("held", f"what is held back is not saved ({', '.join(self.outlet.reasons)})")
+        self._save_requests = []
 
     def _save(self) -> None:
         self._trim()

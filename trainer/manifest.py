@@ -6,7 +6,6 @@ and tables a sketch) is read; any other is refused, for what the other version k
 
 import hashlib
 import json
-import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -15,7 +14,7 @@ from typing import Any
 
 import safetensors.numpy
 
-from trainer.durable import sync_directory, write
+from trainer.durable import sync, write
 from trainer.errors import CheckpointError
 from trainer.snapshot import Progress, Snapshot, Tensors
 
@@ -42,7 +41,7 @@ def write_save(path: Path, snapshot: Snapshot) -> None:
         file = path / (group + SUFFIX)
         safetensors.numpy.save_file(tensors, file)  # from where they lie: no copy of them in memory
         files[file.name] = {"bytes": file.stat().st_size, "sha256": _sha256_of(file)}
-        _sync(file)
+        sync(file)
     manifest = {
         "format": FORMAT,
         "created_us": created_us,
@@ -54,7 +53,7 @@ def write_save(path: Path, snapshot: Snapshot) -> None:
     }
     manifest["checksum"] = _checksum(manifest)
     write(path / MANIFEST, json.dumps(manifest, indent=1, sort_keys=True).encode())
-    sync_directory(path)
+    sync(path)
 
 
 def load(path: Path) -> Snapshot:
@@ -143,11 +142,3 @@ def _checksum(manifest: dict[str, Any]) -> str:
 def _sha256_of(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

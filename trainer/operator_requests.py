@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from trainer.control import Request
-from trainer.errors import CheckpointError, ControlRefused, StoreUnavailable
+from trainer.errors import CheckpointError, ControlRefused, LivebedError, StoreUnavailable
 
 if TYPE_CHECKING:
     from trainer.loop import Trainer
@@ -31,6 +31,8 @@ def answer(trainer: "Trainer", request: Request) -> None:
         request.refuse(refusal.code, refusal.detail)
     except StoreUnavailable as error:
         request.refuse("no_room", str(error))
+    except (LivebedError, OSError) as error:
+        request.refuse("failed", str(error))
 
 
 def status(trainer: "Trainer", request: Request) -> None:

@@ -126,14 +126,6 @@ def row_step_scaled(
 
 
 @kernel_hot
-def row_step_sgd(row: Float32s, gradient: Float32s, scale: np.float32, lr: np.float32) -> None:
-    """Plain gradient descent of one row."""
-    step = lr * scale
-    for k in range(row.shape[0]):
-        row[k] -= step * gradient[k]
-
-
-@kernel_hot
 def row_step_adam(
     row: Float32s,
     moments: Float32s,
@@ -185,7 +177,7 @@ def row_step_by_rule(
     if squares > clip_squares:
         scale = np.sqrt(clip_squares / squares)
     if rule == SGD:
-        row_step_sgd(row, gradient, scale, lr)
+        dense_step(SGD, row, row, scale, gradient, lr, eps)
     elif rule == ADAM:
         row_step_adam(row, moments, accumulators, slot, gradient, squares, scale, lr, eps, beta1, beta2)
     else:

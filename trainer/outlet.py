@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from trainer import durable
 from trainer.entities import EntityChanges
-from trainer.errors import ControlRefused
+from trainer.errors import ControlRefused, StoreUnavailable
 from trainer.live import Writer
 from trainer.publish import Publisher, PublishReport, layout_for
 from trainer.settings import Settings
@@ -99,9 +99,25 @@ class Outlet:
         return self.version
 
     def roll_back(self, saved: TrainingState, checkpoint: int) -> int:
-        """Show a saved state, and nothing else until released. Returns the version."""
-        self._fill(saved)
-        remember_rollback(self._settings, checkpoint)
+        """Show a saved state, and nothing else until released. Returns the version.
+
+        1. a restart would serve it too   2. readers get it
+
+        Raises:
+            OSError: the first could not be written down.
+            StoreUnavailable: there is no room for a second generation.
+            After either what is served is what was, and so it is after a restart.
+        """
+        before = rolled_back_to(self._settings)
+        remember_rollback(self._settings, checkpoint)  # 1
+        try:
+            self._fill(saved)  # 2
+        except StoreUnavailable:
+            if before is None:
+                rollback_file(self._settings).unlink()
+            else:
+                remember_rollback(self._settings, before)
+            raise
         self._publisher, self.mode = None, "rolled_back"
         self.reasons, self.serving_checkpoint = [f"rolled back to checkpoint {checkpoint}"], checkpoint
         return self.version

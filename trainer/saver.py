@@ -76,6 +76,7 @@ class Saver:
         self._keep = settings.keep
         self._deadline_s = deadline_s
         self._duration = board.histogram("livebed_checkpoint_duration_seconds")
+        self._pause = board.histogram("livebed_checkpoint_pause_seconds")
         self._lock = lock(directory)
         self._child: _Child | None = None
         self._not_forked: SaveResult | None = None
@@ -174,6 +175,7 @@ class Saver:
             logger.error("%s", result.error)
             return result
         self._duration.observe(result.seconds)
+        self._pause.observe(result.pause_s)
         logger.info("saved checkpoint %d: step %d, log entry %s", result.number, result.step, result.position)
         return result
 

@@ -50,9 +50,9 @@ EFFECTS: dict[str, tuple[Any, str]] = {
     "moved_to": (TrainingState, "moved_to"),  # 5
     "trim": (EventLog, "trim_before"),  # 6
     "fork": (Saver, "start"),
-    "sync_file": (manifest, "_sync"),
+    "sync_file": (manifest, "sync"),
     "write_manifest": (manifest, "write"),
-    "sync_directory": (checkpoint, "sync_directory"),
+    "sync_directory": (checkpoint, "sync"),
     "rename_save": (Path, "rename"),
     "point_to_save": (checkpoint, "_point_to"),
     "discard_save": (checkpoint, "_discard"),

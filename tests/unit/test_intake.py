@@ -45,6 +45,9 @@ def test_small_entries_come_together_large_ones_in_parts_and_commands_alone(
     taken = portions(log, broker.url, tmp_path)
     assert sum(size for _, size, _ in sizes(taken)) == 16
     assert all(size <= 4 for _, size, _ in sizes(taken))
+    parts = [one for one in taken if not one.is_whole]
+    assert [len(one.entries) for one in parts] == [1, 1]
+    assert {one.last_id for one in parts} == {parts[0].last_id}
     assert [one.command for one in taken if one.command] == [Resize("user", 100)]
     assert [one.num_read for one in taken if one.is_whole][-1] == 7
     assert log.length() == 7

@@ -68,6 +68,7 @@ def test_the_save_is_of_the_moment_it_began_and_learning_goes_on(tmp_path: Path,
     restored.run(30)
     assert restored.rows_by_id(1) == uninterrupted.rows_by_id(1)
     assert boards.read(tmp_path / "metrics").count("livebed_checkpoint_duration_seconds") == 1
+    assert boards.read(tmp_path / "metrics").count("livebed_checkpoint_pause_seconds") == 1
 
 
 def test_one_save_at_a_time_and_the_next_when_due(make: Callable[..., Saver]) -> None:
