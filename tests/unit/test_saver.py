@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.unit.test_checkpoint import Trainer, assert_same_state, die_before
+from tests.unit.saving import Trainer, assert_same_state
+from tests.unit.test_checkpoint import die_before
 from trainer import board as boards
 from trainer.board import Board
 from trainer.checkpoint import LOCK, exclusive, listing, load, load_latest, save
