@@ -1,5 +1,6 @@
 """The same bits whichever way one asks."""
 
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -10,7 +11,10 @@ import pytest
 from service import answers, catalogue
 from service.scoring_service_pb2 import CandidateColumns, ScoreRequest
 from service.scoring_service_pb2_grpc import ScoringServiceStub
-from tests.contract.running import RunningWorker
+from tests.contract.conftest import settings_in
+from tests.contract.running import RunningTrainer, RunningWorker, wait_until
+from tests.unit.worlds import EVERY_KIND
+from trainer.broker import Broker
 from trainer.event_pb2 import InputColumn
 
 TIME_MS = 1_700_000_000_000
@@ -149,3 +153,18 @@ def test_the_watermark_follows_the_clock_on_a_quiet_log(system: RunningWorker) -
     accepted_us = system.http.get("/v1/model").json()["watermark"]
     assert accepted_us > 1_600_000_000_000_000
     assert system.http.get("/v1/model").json()["age_ms"] < 1000
+
+
+def test_an_id_without_a_row_in_a_table_with_admission_is_answered_with_the_default(
+    tmp_path: Path, broker: Broker
+) -> None:
+    tables = EVERY_KIND["tables"] | {"user": EVERY_KIND["tables"]["user"] | {"admission": {"kind": "count"}}}
+    settings = settings_in(tmp_path, broker.url, tables=tables)
+    with RunningTrainer(settings), RunningWorker(settings) as worker:
+        worker.wait_ready()
+        events = [{"features": {"user_id": user, "item_id": "i"}, "label": 1} for user in ("twice", "once", "twice")]
+        assert worker.http.post("/v1/events", json=events).json()["accepted"] == 3
+        wait_until(lambda: worker.http.get("/v1/model").json()["step"] >= 3)
+        assert worker.sdk.lookup("user", ["twice", "once", "never"]).status == ["learned", "default", "default"]
+        assert worker.sdk.lookup("item", ["i", "never"]).status == ["learned", "unknown"]
+        assert not worker.sdk.lookup("user", ["once"]).vectors.any()

@@ -189,3 +189,12 @@ def test_a_demo_without_a_terminal_ends_with_one_json_object_and_no_errors() -> 
     assert 0.0 < figures["score_ms"]["p50"] <= figures["score_ms"]["p99"]
     assert figures["rows"]["video"] > 500
     assert not list(Path("/dev/shm").glob("livebed-*-kuairand"))
+
+
+def test_a_batch_that_is_refused_as_a_whole_does_not_keep_the_next_ones_from_being_sent(running: Running) -> None:
+    bad = '{"features": {"colour": "red"}, "label": 1}\n' * 500
+    good = "".join(f'{{"features": {{"user_id": 2, "video_id": {k}}}, "label": 1}}\n' for k in range(70))
+    totals = as_json("send", "-", "--url", running.url, stdin=bad + good, wanted=1)
+    assert (totals["accepted"], len(totals["rejected"])) == (70, 500)
+    assert totals["rejected"][499]["index"] == 499
+    assert totals["rejected"][0]["code"] == "unknown_feature"

@@ -7,12 +7,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import redis
 
 from tests.system.test_trainer import TrainerProcess, example, make, until
+from tests.unit.worlds import EVERY_KIND
 from trainer import board
 from trainer.board import Snapshot
+from trainer.broker import Broker
 from trainer.control import ask
 from trainer.errors import ControlRefused
+from trainer.hashing import hash_values
 from trainer.held import HeldSteps
 from trainer.quarantine import Quarantine
 from trainer.stream import EventLog
@@ -104,3 +108,24 @@ def test_it_goes_back_only_so_often_before_it_holds(make: Callable[..., TrainerP
     log.append([entry(POISON)])
     until(lambda: ask(process.settings.run_path, "status")["publishing"] == "held", "the hold")
     assert metrics(process).value("livebed_guard_held_total", reason="gradient_norm") == 3
+
+
+def test_going_back_does_not_age_what_was_restored(make: Callable[..., TrainerProcess], broker: Broker) -> None:
+    """By the log's clock the harmful entry comes after every row has outlived its time; it does not count."""
+    tables = EVERY_KIND["tables"] | {"user": {"width": 8, "capacity": 1000, "ttl_s": 50}}
+    limits = {"guard__max_gradient_norm": 100.0, "checkpoint__every_s": 0.05}
+    process = make(deterministic=True, tables=tables, **limits)
+    process.start()
+    client, key = redis.Redis.from_url(broker.url), process.settings.stream.key
+    for k in range(20):
+        client.xadd(key, entry(example(k)), id=f"{1_700_000_000_000 + k}-0")  # type: ignore[arg-type]
+    process.wait_for(20)
+    run_path = process.settings.run_path
+    until(lambda: ask(run_path, "checkpoint")["step"] == 20, "a checkpoint of all")
+    client.xadd(key, entry(POISON), id="1700001000000-0")  # type: ignore[arg-type]
+    until(lambda: metrics(process).value("livebed_guard_rewinds_total") >= 1, "a rewind")
+    until(lambda: ask(run_path, "status")["position"] == "1700001000000-0", "the entry passed over")
+    user = process.settings.tables["user"]
+    assert user.ttl_s == 50
+    assert ask(run_path, "inspect", table="user", key=int(hash_values([3])[0]))["found"]
+    client.close()

@@ -252,3 +252,17 @@ def test_a_password_in_the_url_stays_out_of_the_message() -> None:
     with EventLog("redis://user:secret@127.0.0.1:1/0", "k") as log, pytest.raises(LogUnavailable) as caught:
         log.ping()
     assert "127.0.0.1:1" in str(caught.value) and "secret" not in str(caught.value)
+
+
+def test_after_a_gap_nothing_is_read_twice_and_nothing_new_is_left_out(broker: Broker, log: EventLog) -> None:
+    ids = log.append([{b"json": b"1"}, {b"json": b"2"}, {b"json": b"3"}])
+    assert log.skip_gap("0-0") == (before(ids[0]), 0)
+    lost_end = f"{int(ids[-1].split('-')[0]) + 5}-0"  # a position that the log, having lost its end, never came to
+    assert log.skip_gap(lost_end) == (ids[-1], 3)
+    log.trim_before(ids[2], exact=True)
+    assert log.skip_gap(ids[0]) == (before(ids[2]), 2)
+
+
+def before(entry_id: str) -> str:
+    milliseconds, sequence = map(int, entry_id.split("-"))
+    return f"{milliseconds}-{sequence - 1}" if sequence else f"{milliseconds - 1}-{2**64 - 1}"

@@ -229,3 +229,11 @@ def test_batches_join_and_split_in_order() -> None:
     joined = EventBatch.concatenate([batch.rows(0, 1), batch.rows(1, 3)])
     np.testing.assert_array_equal(joined.features.ids_BC, batch.features.ids_BC)
     assert len(joined) == 3
+
+
+def test_a_time_of_acceptance_that_cannot_be_is_that_of_the_entry() -> None:
+    entry_us = 1_700_000_000_000_000
+    claimed = np.array([2**62, -5, entry_us - 7, entry_us + 30_000_000], np.int64)
+    message = EventBatchMessage(count=4, labels=np.ones(4, np.float32).tobytes(), accepted_times_us=claimed.tobytes())
+    raw, _ = DECODER.decode(message.SerializeToString(), entry_us)
+    assert raw.accepted_us_B.tolist() == [entry_us, entry_us, entry_us - 7, entry_us + 30_000_000]
