@@ -156,9 +156,10 @@ class EntryDecoder:
 
 def _believable(claimed_us_B: npt.NDArray[np.int64], entry_us: int) -> npt.NDArray[np.int64]:
     """When events were accepted, as their producer says; the entry's own time (0: not known) where that cannot be."""
-    if entry_us <= 0:
+    latest_us = entry_us + MAX_SKEW_US
+    if entry_us <= 0 or 0 < claimed_us_B.min() <= claimed_us_B.max() <= latest_us:
         return claimed_us_B
-    is_odd_B = (claimed_us_B <= 0) | (claimed_us_B > entry_us + MAX_SKEW_US)
+    is_odd_B = (claimed_us_B <= 0) | (claimed_us_B > latest_us)
     return np.where(is_odd_B, entry_us, claimed_us_B)
 
 

@@ -140,7 +140,9 @@ class EventBatch:
 
 def derive_batch(schema: Schema, raw: RawEvents) -> EventBatch:
     """Raw events -> what the kernels learn from; one that names no time happened when it was accepted."""
-    time_ms_B = np.where(raw.event_time_ms_B > 0, raw.event_time_ms_B, raw.accepted_us_B // 1000)
+    time_ms_B = raw.event_time_ms_B
+    if not time_ms_B.all():
+        time_ms_B = np.where(time_ms_B > 0, time_ms_B, raw.accepted_us_B // 1000)
     return EventBatch(
         features=derive(schema, raw.inputs, time_ms_B),
         labels_B=raw.labels_B,

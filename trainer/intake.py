@@ -1,15 +1,13 @@
-"""The first stage of the trainer: a thread that reads and decodes ahead, so that the next events wait ready.
+"""The first stage of the trainer: the log, cut into portions.
 
-    log -> XREAD -> decode -> derive -> portions -> (a queue of AHEAD) -> the loop
+    log -> XREAD -> decode -> derive -> portions -> the loop
 
-A portion is what the loop learns and publishes as one step. Decoding is Python and holds the GIL; learning and
-publishing are kernels and do not, so the two overlap as far as there is a core for it.
+A portion is what the loop learns and publishes as one step; it is decoded when the loop asks for it, so that no more
+events wait here than one read brought. Reading and decoding ahead in a thread was tried and left: its Python takes
+turns with the loop's, and cost events/s and freshness (trainer/README has the figures).
 """
 
-import contextlib
 import logging
-import queue
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +15,7 @@ from dataclasses import dataclass
 from trainer.board import Board
 from trainer.codec import EntryDecoder
 from trainer.commands import COMMAND_FIELD, Command, decode
-from trainer.errors import BadEvent, LivebedError, LogFull
+from trainer.errors import BadEvent, LogFull
 from trainer.events import EventBatch, derive_batch
 from trainer.quarantine import Quarantine
 from trainer.schema import Schema
@@ -26,12 +24,8 @@ from trainer.stream import EventLog, entry_time_ms, parse_id
 
 logger = logging.getLogger(__name__)
 
-# Portions that may wait for the loop: one is being learned, the next is ready; more would only make events older.
-AHEAD = 2
 # A read that finds nothing returns after this long, so that the heartbeat and the watermark move on a quiet log.
 QUIET_READ_MS = 20
-PUT_S = 0.05  # how often a reader that waits for room looks whether it should stop
-US = 1_000_000
 
 Entry = tuple[str, dict[bytes, bytes]]
 
@@ -64,7 +58,7 @@ class Quiet:
 
 
 class Intake:
-    """Reads one log from a position on, in a thread of its own, until it is closed or fails."""
+    """Reads one log from a position on. After an error it is to be closed, and another one made."""
 
     def __init__(
         self,
@@ -81,7 +75,7 @@ class Intake:
         careful_to: str | None = None,
         parts_done: int = 0,
     ) -> None:
-        """Start reading after a position; `log` belongs to this thread from now on.
+        """Read after a position; `log` is ours from now on.
 
         `passed_over`: entries whose events are not handed on. `until`: the last id that is read. `entry_by_entry`:
         portions are cut by the log alone, not by when it was read; so are they up to `careful_to`.
@@ -93,61 +87,40 @@ class Intake:
         self._after, self._num_read, self._until = after, num_read, until
         self._passed_over, self._entry_by_entry, self._careful_to = passed_over, entry_by_entry, careful_to
         self._parts_done = parts_done
-        # AHEAD portions: when it is full the reader waits, and the log keeps what comes.
-        self._ready: queue.Queue[Portion | Quiet | Exception] = queue.Queue(AHEAD)
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="intake", daemon=True)
-        self._thread.start()
+        self._is_checked = False
+        self._waiting: Iterator[Portion] = iter(())  # what is left of the last read
 
-    def take(self, timeout_s: float) -> Portion | Quiet | None:
-        """What comes next in the log; None at the deadline.
+    def take(self) -> Portion | Quiet:
+        """What comes next in the log, waiting at most QUIET_READ_MS for it.
 
         Raises:
-            LogError: the reader met it and has ended: start another one. Anything else is a bug, raised here too.
+            LogError: the log does not answer, or does not continue from the position.
         """
-        try:
-            taken = self._ready.get(timeout=timeout_s)
-        except queue.Empty:
-            return None
-        if isinstance(taken, Exception):
-            raise taken
-        return taken
+        started_s = time.perf_counter()
+        portion = next(self._waiting, None)
+        if portion is None:
+            read_us = time.time_ns() // 1000
+            entries = self._read()
+            if not entries:
+                return Quiet(read_us)
+            self._after = entries[-1][0]
+            last_read = self._log.num_added_at(self._after)
+            started_s = time.perf_counter()
+            self._waiting = self._portions(entries, None if last_read is None else last_read - len(entries))
+            portion = next(self._waiting)
+        self._stage.observe(time.perf_counter() - started_s)
+        return portion
 
     def close(self) -> None:
-        """End the thread and forget what it has read."""
-        self._stop.set()
-        with contextlib.suppress(queue.Empty):
-            self._ready.get_nowait()
-        self._thread.join()
+        """Forget what was read and close the connection."""
+        self._waiting = iter(())
         self._log.close()
-
-    def _run(self) -> None:
-        try:
-            self._log.check_position(self._after, num_read=self._num_read)
-            while not self._stop.is_set():
-                self._turn()
-        except Exception as error:  # raised in the loop, by `take`
-            if not isinstance(error, LivebedError):
-                logger.exception("the intake failed")
-            self._put(error)
-
-    def _turn(self) -> None:
-        read_us = time.time_ns() // 1000
-        entries = self._read()
-        if not entries:
-            if self._ready.empty():
-                self._put(Quiet(read_us))
-            return
-        last_read = self._log.num_added_at(entries[-1][0])
-        started_s = time.perf_counter()
-        for portion in self._portions(entries, None if last_read is None else last_read - len(entries)):
-            self._stage.observe(time.perf_counter() - started_s)
-            self._put(portion)
-            started_s = time.perf_counter()
-        self._after = entries[-1][0]
 
     def _read(self) -> list[Entry]:
         """What has arrived, up to max_batch entries, waiting for more at most linger_ms."""
+        if not self._is_checked:
+            self._log.check_position(self._after, num_read=self._num_read)
+            self._is_checked = True
         size = self._stream.max_batch
         entries = self._log.read(self._after, count=size, block_ms=QUIET_READ_MS)
         deadline = time.monotonic() + self._stream.linger_ms / 1000
@@ -161,25 +134,27 @@ class Intake:
         """Cut entries into portions; what cannot be read goes to the dead-letter stream with its reason."""
         waiting: list[Entry] = []
         batches: list[EventBatch] = []
+        size = 0
         for place, (entry_id, fields) in enumerate(entries):
             num_read = None if num_before is None else num_before + place
             command, batch = self._decode(entry_id, fields)
-            size = sum(map(len, batches))
             full = batch is not None and size + len(batch) > self._stream.max_batch
             alone = self._comes_alone(entry_id) or (bool(waiting) and self._comes_alone(waiting[-1][0]))
             if waiting and (full or command is not None or alone):
                 yield Portion(waiting, _joined(batches), num_read=num_read)
-                waiting, batches = [], []
+                waiting, batches, size = [], [], 0
             if command is not None:
                 yield Portion([(entry_id, fields)], None, command, num_read=None if num_read is None else num_read + 1)
                 continue
             waiting.append((entry_id, fields))
             if batch is not None:
-                *first, last = batch.split(self._stream.max_batch)
-                for part in first[self._parts_done :]:
-                    yield Portion([(entry_id, fields)], part, is_whole=False)
+                if len(batch) > self._stream.max_batch:
+                    *first, batch = batch.split(self._stream.max_batch)
+                    for part in first[self._parts_done :]:
+                        yield Portion([(entry_id, fields)], part, is_whole=False)
                 self._parts_done = 0
-                batches.append(last)
+                batches.append(batch)
+                size += len(batch)
         if waiting:
             yield Portion(waiting, _joined(batches), num_read=None if num_before is None else num_before + len(entries))
 
@@ -216,12 +191,6 @@ class Intake:
         except LogFull as error:  # waiting for room would stop the learning that makes room
             logger.error("entry %s is not kept among the dead letters: %s", entry_id, error)
         self._board.counter("livebed_dead_letter_total", reason=code).inc()
-
-    def _put(self, item: Portion | Quiet | Exception) -> None:
-        while not self._stop.is_set():
-            with contextlib.suppress(queue.Full):
-                self._ready.put(item, timeout=PUT_S)
-                return
 
 
 def _joined(batches: Sequence[EventBatch]) -> EventBatch | None:

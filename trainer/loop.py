@@ -1,13 +1,11 @@
 """The trainer's main path, told from top to bottom: take -> learn -> guard -> publish -> checkpoint.
 
-Stages overlap, each behind a bound: `intake` reads and decodes up to two portions ahead in a thread, this loop learns
-and publishes one portion at a time, `saver` writes at most one checkpoint in a process of its own. The numbers in
-`Trainer.step` mark the effects in the order in which they become visible; a crash between any two loses nothing, for
-the position in the log moves on disk only with the tables it belongs to.
+One thread, one order; only checkpoints are written beside it, at most one at a time, by a process of its own. The
+numbers in `Trainer.step` mark the effects in the order in which they become visible; a crash between any two loses
+nothing, for the position in the log moves on disk only with the tables it belongs to.
 """
 
 import logging
-import sys
 import threading
 import time
 from collections import deque
@@ -44,14 +42,10 @@ from trainer.warm import MODULES, warm
 
 logger = logging.getLogger(__name__)
 
-# The loop looks up from waiting for events this often, so that heartbeat and requests are never late.
-TAKE_S = 0.02
 # How long a trainer without its broker waits before it asks again; readers meanwhile see the model age.
 RETRY_S = 0.2
 GAUGES_EVERY_S = 0.25
 EXPIRE_SLOTS = 4096  # slots that one step sweeps for expired ids: some 10 us
-# The thread that decodes gives way to the loop after this long (Python's 5 ms would be felt in the freshness).
-SWITCH_S = 0.0005
 STAGES = ("index", "learn", "publish")
 US = 1_000_000
 
@@ -98,7 +92,6 @@ class Trainer:
 
     def run(self, stop: threading.Event) -> None:
         """Show what was restored, then learn until told to stop; ends with a checkpoint."""
-        sys.setswitchinterval(SWITCH_S)
         for module in MODULES:  # from the cache: the first events do not wait for their kernels
             warm(module)
         self._check_log()
@@ -125,7 +118,7 @@ class Trainer:
             self._refuse_saves()
         self._reap()
         try:
-            taken = self.intake.take(TAKE_S)  # 1. what cannot be read is in the dead-letter stream
+            taken = self.intake.take()  # 1. what cannot be read is in the dead-letter stream
         except LogTruncated as gap:
             self._go_on_after(gap)
             return
@@ -136,7 +129,7 @@ class Trainer:
             # 2. learned, 3. looked at by the guard, 4. visible to readers, 5. the place moved
             if not self._apply(taken):
                 return  # gone back to before it
-        elif isinstance(taken, Quiet):
+        else:
             self.state.saw_quiet(taken.read_us)
         self._sweep(taken)
         self.outlet.heartbeat(now_us(), self.state.place.watermark_us)
@@ -346,7 +339,7 @@ class Trainer:
         if count:
             self.board.counter("livebed_guard_held_total", reason=reason).inc(count)
 
-    def _sweep(self, taken: Portion | Quiet | None) -> None:
+    def _sweep(self, taken: Portion | Quiet) -> None:
         """Take expired ids out of tables and live store, a few at a time; by the log's time if deterministic."""
         now_s = now_us() // US
         if self.settings.deterministic:

@@ -24,7 +24,6 @@ from trainer.snapshot import Snapshot
 from trainer.stream import EventLog, parse_id
 from trainer.training import TrainingState
 
-TAKE_S = 1.0
 EXPIRE_SLOTS = 4096
 US = 1_000_000
 Progress = Callable[[int, int | None], None]  # entries done, entries in all
@@ -140,13 +139,12 @@ def apply(state: TrainingState, portion: Portion) -> None:
 def _learn(state: TrainingState, intake: Intake, end: str, progress: Callable[[int], Any]) -> None:
     done = 0
     while parse_id(state.place.entry_id) < parse_id(end):
-        taken = intake.take(TAKE_S)
+        taken = intake.take()
         if isinstance(taken, Quiet):
             break  # `end` lies beyond the last entry
-        if taken is not None:
-            apply(state, taken)
-            done += len(taken.entries) * taken.is_whole
-            progress(done)
+        apply(state, taken)
+        done += len(taken.entries) * taken.is_whole
+        progress(done)
 
 
 def _check_until(entry_id: str) -> None:

@@ -1,4 +1,4 @@
-"""Reading ahead: how a log is cut into portions, whatever happens on the way."""
+"""How a log is cut into portions, whatever happens on the way."""
 
 import json
 from pathlib import Path
@@ -25,8 +25,7 @@ def portions(log: EventLog, url: str, directory: Path, **options: Any) -> list[P
     options = {"after": "0-0", "num_read": 0, **options}
     intake = Intake(EventLog(url, log.key), SCHEMA, SETTINGS.stream, board, **options)
     taken = []
-    while not isinstance(one := intake.take(5), Quiet):
-        assert one is not None
+    while not isinstance(one := intake.take(), Quiet):
         taken.append(one)
     intake.close()
     board.close()
