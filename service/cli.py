@@ -207,7 +207,10 @@ def evaluate(
     settings: Set = None,
     as_json: Json = False,
 ) -> None:
-    """Progressive validation of a click log: predict each event, then learn it, without a broker."""
+    """Progressive validation of a click log: predict each event, then learn it, without a broker.
+
+    --set changes the first configuration alone: `-c a.yaml --set KEY=VALUE --compare a.yaml` shows what a value does.
+    """
     from service.cli_evaluate import run_evaluate
 
     configurations = [(str(config or "livebed.yaml"), load(config, {"engine": engine}, settings))]

@@ -33,6 +33,7 @@ from trainer.settings import ENVIRONMENT_PREFIX, Settings
 READY_TIMEOUT_S: Final = 180.0
 DRAIN_TIMEOUT_S: Final = 20.0
 CHECKPOINT_TIMEOUT_S: Final = 60.0
+BROKER_MEMORY_PART: Final = 4  # the embedded broker may use this part of the machine's memory, unless it is told
 TEND_EVERY_S: Final = 0.1
 PROBE_TIMEOUT_S: Final = 2.0
 
@@ -209,7 +210,9 @@ class Supervisor:
         if self.settings.stream.url is not None:
             return
         data_dir = self.settings.data_dir / self.settings.name / "valkey"
-        self._broker = SupervisedBroker(Broker(data_dir, self.settings.run_path / "valkey.sock"))
+        self._broker = SupervisedBroker(
+            Broker(data_dir, self.settings.run_path / "valkey.sock", max_memory_bytes=_broker_memory(self.settings))
+        )
         self._broker.start()
         stream = self.settings.stream.model_copy(update={"url": self._broker.broker.url})
         self.settings = self.settings.model_copy(update={"stream": stream})
@@ -286,3 +289,11 @@ def _url(host: str, port: int) -> str:
     """A URL that reaches a listener from this machine, also one that listens on every address."""
     reachable = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)  # noqa: S104
     return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"
+
+
+def _broker_memory(settings: Settings) -> int:
+    """Bytes that the embedded broker may use."""
+    wanted = settings.stream.broker_memory_bytes
+    if wanted is not None:
+        return int(wanted)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // BROKER_MEMORY_PART

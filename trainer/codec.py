@@ -88,6 +88,8 @@ class EntryDecoder:
         if not 0 < count <= MAX_ENTRY_EVENTS:
             raise BadEvent("invalid", f"count is {count}, wanted 1 to {MAX_ENTRY_EVENTS}")
         columns = {column.name: self._column(column, count) for column in message.columns}
+        if len(columns) != len(message.columns):
+            raise BadEvent("invalid", "columns: the same input is given twice")
         entity, entity_id = self._decode_entities(message, count)
         raw = RawEvents(
             inputs=Inputs(count, columns),
@@ -138,7 +140,10 @@ class EntryDecoder:
         example = raw.entity_B == -1
         reasons: dict[int, tuple[str, str]] = {}
         for b in np.flatnonzero(example & ~((labels == 0) | (labels == 1))):
-            reasons[int(b)] = ("bad_label", f"label is {labels[b]}, wanted 0 or 1")
+            reasons[int(b)] = (
+                "bad_label",
+                f"label is {labels[b]}, wanted the outcome, 0 or 1: label.threshold is the encoder's",
+            )
         for b in np.flatnonzero(raw.entity_B == -2):
             reasons[int(b)] = ("unknown_entity", f"entities: {', '.join(self._entities) or 'none declared'}")
         for name, column in raw.inputs.columns.items():

@@ -56,6 +56,14 @@ class EventParser:
         self.schema = schema
         self.Id = id_type(max_string)
         self._attributes = [f"f{k}" for k in range(len(schema.inputs))]
+        self._entity_inputs = {
+            entity.name: {
+                attribute: spec.name
+                for attribute, spec in zip(self._attributes, schema.inputs, strict=True)
+                if spec.name in {schema.features[f].source for f in entity.feature_E}
+            }
+            for entity in schema.entities
+        }
         rename = {a: spec.name for a, spec in zip(self._attributes, schema.inputs, strict=True)}
         options: dict[str, Any] = {"forbid_unknown_fields": True, "gc": False}
         types = [value_type(spec, self.Id) for spec in schema.inputs]
@@ -82,7 +90,7 @@ class EventParser:
         text = body.strip()
         if not text:
             raise BadEvent("malformed", "the body is empty")
-        if text.startswith(b"{") and b'"columns"' in text[:4096] and self._is_table(text):
+        if text.startswith(b"{") and b'"columns"' in text and self._is_table(text):
             raw = self._parse_table(text, accepted_us)
             _check_count(raw.inputs.count, max_events)
             return raw, []
@@ -205,7 +213,14 @@ class EventParser:
             return "unknown_entity", f"entity {event.entity!r} is unknown; entities: {known}"
         if event.id is None:
             return "invalid", "a feature event needs `id`, the id of its entity"
-        return None if event.label is None else ("invalid", "a feature event has no label")
+        if event.label is not None:
+            return "invalid", "a feature event has no label"
+        known = self._entity_inputs[event.entity]
+        given = [a for a in self._attributes if event.features is not None and getattr(event.features, a) is not None]
+        if given and known.keys().isdisjoint(given):  # one that gives nothing only says that there is such an entity
+            wanted = ", ".join(known.values()) or "none declared"
+            return "invalid", f"`features` has nothing of entity {event.entity!r}; its features: {wanted}"
+        return None
 
     def _labels(self, labels: list[float]) -> npt.NDArray[np.float32]:
         """float32 labels, 0 or 1; NaN where a label is no outcome."""

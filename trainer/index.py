@@ -16,9 +16,11 @@ Admission: at each sighting of an id without a slot,
 
 An admitted id takes the first free or expired slot of its window. In a full one there is a victim,
 
-    lru  the slot used longest ago
+    lru  the slot used longest ago; but where more than an eighth of the window was seen only once, the oldest of those
+         (not used in the last `grace` rows), so that ids that never come again push out each other and not the
+         regulars: a segmented LRU, by window
     lfu  among the slots not used in the last `grace` rows the one with the lowest count, the oldest of equals; if all
-         were used since, the oldest. A slot's count halves at every multiple of `half_life` rows (lazily); with `count`
+         were used since, lru's. A slot's count halves at every multiple of `half_life` rows (lazily); with `count`
          admission the id takes its slot only if the sketch's estimate is above the victim's count
 
 and otherwise it is refused, as one not admitted is: slot -1. (Under lru no counts are compared: that the newcomer was
@@ -27,7 +29,7 @@ expired id that comes back to its own slot starts anew there without being asked
 
 Batches: all this is a function of the sequence of rows, not of where it was cut into batches, but for two things. A
 slot used in a batch is not given away in it, for its row is promised to the engine; so if a whole window belongs to
-the batch, a newcomer finds no room (`NOT_PLACED`; with lfu that is all for batches of up to `grace` rows). And `now_s`
+the batch, a newcomer finds no room (`NOT_PLACED`; that is all for batches of up to `grace` rows). And `now_s`
 is the batch's.
 
 Legend: G all slots of all tables (table t owns `base .. base + capacity`), B rows of a batch, C id columns, T tables,
@@ -67,6 +69,7 @@ KEYS_A_LINE, STAMPS_A_LINE = 8, 16  # in a cache line
 HIGHEST_SCORE = 2**30 - 1  # counts above it are equal to lfu
 MOST = np.uint32(0xFFFFFFFF)  # counts stop here instead of wrapping
 REFUSED, ALWAYS = -1, 2**62  # what an id is worth that is not admitted; that any victim gives way to
+ON_PROBATION = 8  # one part in so many of a window is left to ids seen once; 4 keeps too few regulars, 16 gains no more
 STAMP_STEP, LAST_STAMP = 2**31, 2**32 - 1
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
@@ -202,19 +205,24 @@ def vacancy(
     keys_G: Int64s,
     stamps_G: UInt32s,
     seen_s_G: UInt32s,
+    counts_G: UInt32s,
     base: int,
     capacity: int,
     home: Int,
     protect_from: int,
+    spare_from: Int,
     now_s: int,
     ttl_s: int,
 ) -> Int:
-    """Global slot that a new id takes: the first free or expired one of its window, else the one used longest ago.
+    """Global slot that a new id takes: the first free or expired one of its window, else lru's victim.
 
     A slot whose stamp is `protect_from` or later is not taken; -1 when that leaves none.
     """
     oldest: Int = -1
+    once: Int = -1
     oldest_stamp: Int = protect_from
+    once_stamp: Int = spare_from
+    num_once = 0
     position = home
     for _ in range(min(WINDOW, capacity)):
         slot = base + position
@@ -224,12 +232,16 @@ def vacancy(
         stamp = np.int64(stamps_G[slot])
         if ttl_s > 0 and stamp < protect_from and is_expired(seen_s_G[slot], now_s, ttl_s):
             return slot
+        seen_once = counts_G[slot] == 1
+        num_once += seen_once
+        if seen_once and stamp < once_stamp:
+            once, once_stamp = slot, stamp
         if stamp < oldest_stamp:
             oldest, oldest_stamp = slot, stamp
         position += 1
         if position == capacity:
             position = 0
-    return oldest
+    return once if once >= 0 and num_once * ON_PROBATION > min(WINDOW, capacity) else oldest
 
 
 @kernel_hot
@@ -311,8 +323,7 @@ def assign_rows(  # noqa: PLR0912, PLR0915 -- in one piece: handing all these ar
                 t = column_table_C[c]
                 home = home_slot(key, tables_TP[t, CAPACITY])
                 ask_for_window(keys_at, stamps_at, seen_at, counts_at, tables_TP[t, BASE] + home)
-                if tables_TP[t, LFU] != 0:
-                    prefetch(counts_at + 4 * (tables_TP[t, BASE] + home + WINDOW - 1))
+                prefetch(counts_at + 4 * (tables_TP[t, BASE] + home + WINDOW - 1))
                 if tables_TP[t, ADMISSION] == COUNT:
                     hashed = spread(key, tables_TP[t, SALT])
                     prefetch_line(sketches, tables_TP[t, SKETCH_AT], tables_TP[t, SKETCH_LINES], hashed)
@@ -343,7 +354,11 @@ def assign_rows(  # noqa: PLR0912, PLR0915 -- in one piece: handing all these ar
                     if worth == REFUSED:
                         totals[NOT_ADMITTED] += 1
                     else:
-                        slot = vacancy(keys_G, stamps_G, seen_s_G, base, capacity, home, protect_from, now_s, ttl_s)
+                        spare_from = min(row - stamp_zero - tables_TP[t, GRACE], protect_from)
+                        slot = vacancy(
+                            keys_G, stamps_G, seen_s_G, counts_G, base, capacity, home, protect_from, spare_from,
+                            now_s, ttl_s,
+                        )  # fmt: skip
                         totals[NOT_PLACED] += slot < 0
                     if slot >= 0:
                         victim = keys_G[slot]
@@ -351,7 +366,6 @@ def assign_rows(  # noqa: PLR0912, PLR0915 -- in one piece: handing all these ar
                             reason = PRESSURE
                             if is_lfu:
                                 fresh = fresh_from(row, half_life, stamp_zero)
-                                spare_from = min(row - stamp_zero - tables_TP[t, GRACE], protect_from)
                                 rare = rarest(stamps_G, counts_G, base, capacity, home, spare_from, fresh, half_life)
                                 slot = rare if rare >= 0 else slot
                                 victim = keys_G[slot]

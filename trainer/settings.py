@@ -218,6 +218,9 @@ class StreamSettings(Frozen):
     # None: the supervisor starts the embedded broker.
     url: Annotated[str, Field(pattern=r"^(redis|rediss|unix)://")] | None = None
     key: str = "livebed:events"
+    # Memory of the embedded broker, which refuses events past it (the service then answers 507); none: a quarter of the
+    # machine's.
+    broker_memory_bytes: ByteSize | None = Field(None, ge=16 * 1024 * 1024)
     max_batch: int = Field(256, ge=1, le=8192)
     linger_ms: float = Field(0.0, ge=0, le=1000)
     # An event whose id was seen among the last so many events with an id is learned once; 0 learns every event.

@@ -28,9 +28,10 @@ def machine() -> dict[str, Any]:
 def goal(
     name: str, value: float, unit: str, *, at_most: float | None = None, at_least: float | None = None
 ) -> dict[str, Any]:
-    """One figure that an issue asks for, and whether it was reached."""
+    """One figure that an issue asks for, and whether it was reached; without a bound it is only reported."""
     ok = (at_most is None or value <= at_most) and (at_least is None or value >= at_least)
-    wanted = f"<= {at_most:g}" if at_most is not None else f">= {at_least:g}"
+    wanted = "" if at_least is None else f">= {at_least:g}"
+    wanted = wanted if at_most is None else f"<= {at_most:g}"
     return {"name": name, "value": round(float(value), 5), "unit": unit, "goal": wanted, "ok": bool(ok)}
 
 
@@ -38,9 +39,8 @@ def emit(bench: str, results: dict[str, Any], goals: Sequence[dict[str, Any]], a
     """Print a readable summary (not with --json), then one JSON object as the last line."""
     if not as_json:
         for one in goals:
-            print(
-                f"{'ok  ' if one['ok'] else 'MISS'} {one['name']}: {one['value']:g} {one['unit']} (goal {one['goal']})"
-            )
+            bound = f" (goal {one['goal']})" if one["goal"] else ""
+            print(f"{'ok  ' if one['ok'] else 'MISS'} {one['name']}: {one['value']:g} {one['unit']}{bound}")
     print(json.dumps({"bench": bench, "machine": machine(), "results": results, "goals": list(goals)}))
     sys.stdout.flush()
 

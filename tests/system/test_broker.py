@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from trainer.broker import Broker
-from trainer.errors import BrokerError, LogUnavailable
+from trainer.errors import BrokerError, LogFull, LogUnavailable
 from trainer.stream import EventLog
 
 PARENT = """
@@ -88,6 +88,17 @@ def test_a_broker_killed_and_started_again_keeps_what_it_acknowledged(tmp_path: 
         broker.start()
         ids += log.append([{b"n": b"after"}])
         assert [entry_id for entry_id, _ in log.read("0-0")] == ids[:1024]
+
+
+def test_a_full_server_refuses_events_and_still_reads(tmp_path: Path) -> None:
+    broker = Broker(tmp_path / "files", tmp_path / "s", max_memory_bytes=16 * 1024 * 1024)
+    with broker, EventLog(broker.url, "k") as log:
+        entries = [{b"payload": b"x" * 100_000}] * 10
+        with pytest.raises(LogFull):
+            for _ in range(100):
+                log.append(entries)
+        assert log.length() > 10
+        assert log.read("0-0")
 
 
 def test_stop_flushes_and_leaves_no_socket(tmp_path: Path) -> None:

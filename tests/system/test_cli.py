@@ -92,6 +92,29 @@ def test_a_missing_configuration_key_is_named(tmp_path: Path) -> None:
     assert "this key is required" in said
 
 
+def test_evaluate_says_what_a_value_and_a_delay_do_and_writes_a_report(tmp_path: Path) -> None:
+    log = ["--data", str(KUAIRAND / "impressions.parquet"), "--label", "is_click", "--time", "time_ms"]
+    page = tmp_path / "report.html"
+    compared = as_json(
+        "evaluate", *CONFIG, *log, "--set", "model.hidden=[2]", "--set", "model.cross_layers=0", "--compare", CONFIG[1],
+        "--max-rows", "4000", "--delay", "200", "--report", str(page),
+    )  # fmt: skip
+    assert compared["delay"] == 200
+    assert compared["logloss"] > compared["compared"]["livebed 2"]["logloss"]  # a smaller net is worse
+    assert compared["differences"]["livebed 2"]["logloss"] < 0
+    at_once = as_json("evaluate", *CONFIG, *log, "--max-rows", "4000")
+    assert at_once["logloss"] < compared["compared"]["livebed 2"]["logloss"]
+    assert json.loads(page.with_suffix(".json").read_text())["runs"]
+    assert "http" not in re.sub(r"http://www.w3.org/\S+", "", page.read_text())  # loads nothing from elsewhere
+
+
+def test_a_report_that_is_no_page_is_refused_before_the_work() -> None:
+    log = ["--data", str(KUAIRAND / "impressions.parquet")]
+    said = livebed("evaluate", *CONFIG, *log, "--report", "report.pdf", wanted=2).stderr
+    assert "--report" in said
+    assert ".html" in said
+
+
 def test_wrong_use_exits_with_2() -> None:
     livebed("demo", "--all", "--seconds", "3", wanted=2)
     livebed("no-such-command", wanted=2)

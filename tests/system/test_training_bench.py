@@ -15,7 +15,9 @@ def test_a_quick_run_prints_every_figure() -> None:
     command = [sys.executable, "-m", "tests.bench.training", "--quick", "--json"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     results = json.loads(done.stdout)["results"]
-    by_batch = {f"{who}_{b}" for who in ("pytorch", "event_exact", "event_micro", "torchrec") for b in (16, 256, 4096)}
+    by_batch = {
+        f"{who}_{b}" for who in ("pytorch", "event_exact", "event_delayed", "torchrec") for b in (16, 256, 4096)
+    }
     once = {"vw_pairs_python", "vw_pairs_file", "river_fm_prefix", "event_exact_prefix"}
     assert set(results["events_per_s"]) == set(results["logloss"]) == by_batch | once
     assert results["logloss"]["event_exact_16"] == results["logloss"]["event_exact_4096"]  # batches cost it nothing

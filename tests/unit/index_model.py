@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from trainer import sketch
-from trainer.index import EXPIRED, GOLDEN, PRESSURE
+from trainer.index import EXPIRED, GOLDEN, ON_PROBATION, PRESSURE
 from trainer.probe import EMPTY, REMOVED, WINDOW, home_slot, mix64
 from trainer.schema import Table
 
@@ -92,10 +92,13 @@ class IndexModel:
         if not free:
             outcome.unplaced += 1
             return -1
-        victim = min(free, key=lambda slot: self.held[slot].row)
+        old = [slot for slot in free if self.held[slot].row < self.clock - self.grace]
+        once = [slot for slot in window if self.held[slot].count == 1]
+        old_once = [slot for slot in once if slot in old]
+        victims = old_once if old_once and len(once) * ON_PROBATION > len(window) else free
+        victim = min(victims, key=lambda slot: self.held[slot].row)
         if self.table.spec.eviction == "lru":
             return victim
-        old = [slot for slot in free if self.held[slot].row < self.clock - self.grace]
         if old:
             victim = min(old, key=lambda slot: (self._aged(slot), self.held[slot].row))
         if worth <= self._aged(victim):

@@ -21,7 +21,13 @@ def unbounded(stream: Stream) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("eviction", "admission", "most"),
-    [("lru", "probability", 1.02), ("lru", "count", 1.01), ("lfu", "all", 1.01), ("lfu", "count", 1.01)],
+    [
+        ("lru", "all", 1.02),
+        ("lru", "probability", 1.02),
+        ("lru", "count", 1.01),
+        ("lfu", "all", 1.01),
+        ("lfu", "count", 1.01),
+    ],
 )
 def test_a_hundredth_of_the_rows_learns_as_well(
     stream: Stream, unbounded: dict[str, Any], eviction: str, admission: str, most: float

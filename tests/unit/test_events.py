@@ -77,7 +77,8 @@ def test_columns_rows_and_lines_say_the_same() -> None:
     rows = [{"features": {"user_id": k, "price": k}, "label": k % 2} for k in range(5)]
     table = {"columns": {"user_id": list(range(5)), "price": list(range(5))}, "labels": [0, 1, 0, 1, 0]}
     lines = b"\n".join(json.dumps(row).encode() for row in rows)
-    bodies = [json.dumps(rows).encode(), lines, json.dumps(table).encode()]
+    late = json.dumps({"labels": table["labels"], "columns": table["columns"]}, indent=2000).encode()  # past 4 KB
+    bodies = [json.dumps(rows).encode(), lines, json.dumps(table).encode(), late]
     batches = [derive_batch(SCHEMA, PARSER.parse(body, accepted_us=5)[0]) for body in bodies]
     for batch in batches[1:]:
         np.testing.assert_array_equal(batch.features.ids_BC, batches[0].features.ids_BC)
@@ -103,6 +104,7 @@ def test_columns_rows_and_lines_say_the_same() -> None:
         ({"features": {}}, "missing_label", "an example needs `label`"),
         ({"entity": "shop", "id": 1}, "unknown_entity", "entities: item"),
         ({"entity": "item"}, "invalid", "needs `id`"),
+        ({"entity": "item", "id": 1, "features": {"user_id": 3}}, "invalid", "its features: price"),
         ({"id": 3, "label": 1}, "invalid", "belongs to a feature event"),
         ({"lable": 1}, "unknown_feature", "`lable`"),
         (7, "invalid", "Expected `object`"),
@@ -195,6 +197,14 @@ def test_reserved_ids_are_no_ids_and_take_no_slot() -> None:
         (
             {b"proto": EventBatchMessage(count=1, columns=[InputColumnMessage(name="no")]).SerializeToString()},
             "unknown_feature",
+        ),
+        (
+            {
+                b"proto": EventBatchMessage(
+                    count=1, columns=[InputColumnMessage(name="user_id", integers=[n]) for n in (1, 2)]
+                ).SerializeToString()
+            },
+            "invalid",
         ),
     ],
 )
