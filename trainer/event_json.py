@@ -215,10 +215,10 @@ class EventParser:
             return "invalid", "a feature event needs `id`, the id of its entity"
         if event.label is not None:
             return "invalid", "a feature event has no label"
-        known = self._entity_inputs[event.entity]
+        own = self._entity_inputs[event.entity]
         given = [a for a in self._attributes if event.features is not None and getattr(event.features, a) is not None]
-        if given and known.keys().isdisjoint(given):  # one that gives nothing only says that there is such an entity
-            wanted = ", ".join(known.values()) or "none declared"
+        if given and own.keys().isdisjoint(given):  # one that gives nothing only says that there is such an entity
+            wanted = ", ".join(own.values()) or "none declared"
             return "invalid", f"`features` has nothing of entity {event.entity!r}; its features: {wanted}"
         return None
 
