@@ -4,6 +4,7 @@ import logging
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+from service.access import Gate
 from service.errors import PROBLEM_TYPE, ServiceError, as_service_error, problem_json
 from service.exchange import Exchange
 from service.limits import MAX_IN_FLIGHT, Message, Receive, check_length, is_drainable
@@ -14,6 +15,8 @@ Scope = MutableMapping[str, Any]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
+# Refused before the body was read; what is left of it is read, or the connection closed, whichever is cheaper.
+UNREAD = frozenset({"too_large", "unauthenticated", "permission_denied"})
 EXCHANGE = "livebed.exchange"  # where an exchange lies in the ASGI scope
 
 logger = logging.getLogger("livebed.service")
@@ -22,10 +25,11 @@ logger = logging.getLogger("livebed.service")
 class Edge:
     """Wraps an ASGI application; the only place that knows every request's end."""
 
-    def __init__(self, app: App, meters: Meters, limits: Limits) -> None:
+    def __init__(self, app: App, meters: Meters, limits: Limits, gate: Gate | None = None) -> None:
         self._app = app
         self._meters = meters
         self._limits = limits
+        self._gate = gate
         self._num_in_flight = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -37,6 +41,8 @@ class Edge:
         try:
             if self._num_in_flight > MAX_IN_FLIGHT:
                 raise ServiceError("overloaded", f"{MAX_IN_FLIGHT} requests are under way here")
+            if self._gate is not None:
+                exchange.token = self._gate.admit(scope["path"], _raw_header(scope, b"authorization"))
             check_length(scope["headers"], self._limits)
             await self._app(scope, receive, reply)
         except Exception as error:
@@ -52,7 +58,7 @@ class Edge:
             logger.error("request %s failed", scope[EXCHANGE].request_id, exc_info=error)
         if reply.status:  # the reply has begun: the server closes the connection
             return
-        status, headers, body = problem_reply(answer, scope)
+        status, headers, body = problem_reply(answer, scope, max_bytes=self._limits.body_bytes)
         raw = [(name.encode(), value.encode()) for name, value in headers.items()]
         await reply({"type": "http.response.start", "status": status, "headers": raw})
         await reply({"type": "http.response.body", "body": body})
@@ -79,21 +85,31 @@ class _Reply:
         await self._send(message)
 
 
-def problem_reply(error: ServiceError, scope: Scope, **more: Any) -> tuple[int, dict[str, str], bytes]:
-    """Status, headers and body of an error; says so in the exchange."""
+def problem_reply(
+    error: ServiceError, scope: Scope, *, max_bytes: int, **more: Any
+) -> tuple[int, dict[str, str], bytes]:
+    """Status, headers and body of an error; says so in the exchange. `max_bytes`: the limit of a body."""
     exchange: Exchange = scope[EXCHANGE]
     exchange.code = error.code
     body = problem_json(error, request_id=exchange.request_id, instance=scope["path"], **more)
     headers = {"content-type": PROBLEM_TYPE, "content-length": str(len(body))}
     if error.kind.retry_after_s is not None:
         headers["retry-after"] = str(error.kind.retry_after_s)
-    if error.code == "too_large" and error.limit is not None and not is_drainable(scope["headers"], error.limit[1]):
+    if error.code == "unauthenticated":
+        headers["www-authenticate"] = "Bearer"
+    if error.code in UNREAD and not is_drainable(scope["headers"], max_bytes):
         headers["connection"] = "close"
     return error.kind.http, headers, body
 
 
 def _header(scope: Scope, wanted: bytes) -> str | None:
+    value = _raw_header(scope, wanted)
+    return None if value is None else value.decode("latin-1")
+
+
+def _raw_header(scope: Scope, wanted: bytes) -> bytes | None:
     for name, value in scope["headers"]:
         if name == wanted:
-            return str(value.decode("latin-1"))
+            found: bytes = value
+            return found
     return None

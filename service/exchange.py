@@ -5,6 +5,7 @@ import secrets
 import time
 
 from service.live_model import Stamp
+from service.tokens import Token
 
 # What a client may choose as its request's id: it comes back in headers, bodies and logs.
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -15,7 +16,7 @@ UNMATCHED = "unmatched"  # the route label of what no route takes: never a raw p
 class Exchange:
     """Filled in by whoever answers; read when headers and metrics are written."""
 
-    __slots__ = ("arrived_s", "code", "request_id", "route", "stages", "stamp")
+    __slots__ = ("arrived_s", "code", "request_id", "route", "stages", "stamp", "token")
 
     def __init__(self, wanted_id: str | None) -> None:
         """Take the client's request id if it is one, else make one."""
@@ -26,6 +27,7 @@ class Exchange:
         self.stamp: Stamp | None = None
         self.stages: list[tuple[str, float]] = []
         self.code: str | None = None  # of the error that was answered
+        self.token: Token | None = None  # the caller's; None where none is needed
 
     def stage(self, name: str, seconds: float) -> None:
         """Say how long a part took."""

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from service.access import Access
 from service.health import Health
 from service.ingest import Ingest
 from service.live_model import LiveModel
@@ -26,6 +27,7 @@ class Parts:
     health: Health
     meters: Meters
     operations: Operations
+    access: Access | None = None  # none: no tokens, whoever reaches a listener may call it
 
     @property
     def limits(self) -> Limits:
