@@ -17,6 +17,7 @@ from service.exchange import Exchange
 from service.limits import EVENT_TYPES, JSON_TYPES, ClientGone, check_type, read_body
 from service.live_model import Scores
 from service.negotiation import accepted
+from service.openapi_access import with_tokens
 from service.parts import Parts
 from service.scopes import http_scope
 from service.unpack import is_packed, unpack
@@ -37,6 +38,8 @@ def build_app(parts: Parts) -> Edge:
     """The public application."""
     app = FastAPI(openapi_url="/openapi.json", **PLAIN, exception_handlers=_error_handlers(parts.limits))
     document = openapi.document(parts.settings, parts.requests)
+    if parts.access is not None:
+        document = with_tokens(document)
     app.openapi = lambda: document  # type: ignore[method-assign] # made from our own types, not from signatures
     face = Face(parts)
     for path, method, handler in face.routes():
@@ -53,6 +56,8 @@ def build_admin_app(parts: Parts) -> Edge:
 
     app = FastAPI(openapi_url="/openapi.json", **PLAIN, exception_handlers=_error_handlers(parts.limits))
     document = openapi.admin_document(parts.settings)
+    if parts.access is not None:
+        document = with_tokens(document)
     app.openapi = lambda: document  # type: ignore[method-assign] # made from our own types, not from signatures
     _add_route(app, "/metrics", "GET", metrics)
     for path, method, handler in face.admin_routes():

@@ -204,6 +204,16 @@ def test_tokens_are_rotated_while_the_worker_runs(guarded: Guarded) -> None:
     assert guarded.call("GET /v1/info", new).status_code == 200
 
 
+def test_the_openapi_document_says_which_scope_a_call_needs(guarded: Guarded) -> None:
+    document = guarded.call("GET /openapi.json", guarded.tokens["score"]).json()
+    score = document["paths"]["/v1/score"]["post"]
+    assert score["security"] == [{"token": ["score"]}]
+    assert {"401", "403"} <= set(score["responses"])
+    assert "security" not in document["paths"]["/livez"]["get"]
+    admin = guarded.call("GET /openapi.json", guarded.tokens["admin"], admin=True).json()
+    assert admin["paths"]["/v1/checkpoints"]["post"]["security"] == [{"token": ["admin"]}]
+
+
 def test_an_upload_without_a_token_is_not_read(guarded: Guarded) -> None:
     sent = 0
 
