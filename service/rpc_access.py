@@ -40,18 +40,22 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if scope == OPEN:
             return handler
-        check = _Check(self, method if handler is not None else UNMATCHED, scope, handler_call_details)
-        error = check.error()
-        if error is not None:
-            return check.refusing(handler, error)
-        if handler is None or not (handler.request_streaming or handler.response_streaming):
+        authorization = _value(handler_call_details.invocation_metadata, "authorization")
+        error = self.problem(authorization, scope)
+        if error is None and (handler is None or not _is_stream(handler)):
             return handler
-        return check.streaming(handler)
+        request_id = _value(handler_call_details.invocation_metadata, "x-request-id")
+        call = _Call(self, UNMATCHED if handler is None else method, scope, authorization, request_id)
+        if error is not None:
+            return call.refusing(handler, error)
+        assert handler is not None  # noqa: S101 - said above
+        return call.streaming(handler)
 
-    def problem(self, authorization: bytes | None, scope: str) -> ServiceError | None:
+    def problem(self, authorization: str | None, scope: str) -> ServiceError | None:
         """Why a token does not do; None if it does."""
         try:
-            self._access.token(authorization).demand(scope)
+            raw = None if authorization is None else authorization.encode("utf-8", "replace")
+            self._access.token(raw).demand(scope)
         except ServiceError as error:
             return error
         return None
@@ -64,20 +68,14 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
         await self._abort(context, error, exchange)
 
 
-class _Check:
-    """One call's token and the scope it needs."""
+class _Call:
+    """A call that is refused, or looked at again while it lasts."""
 
-    def __init__(self, owner: AccessInterceptor, route: str, scope: str, details: grpc.HandlerCallDetails) -> None:
-        metadata: Metadata = details.invocation_metadata
-        self._owner = owner
-        self._scope = scope
-        self._route = route
-        self._request_id = _value(metadata, "x-request-id")
-        authorization = _value(metadata, "authorization")
-        self._authorization = None if authorization is None else authorization.encode("utf-8", "replace")
-
-    def error(self) -> ServiceError | None:
-        return self._owner.problem(self._authorization, self._scope)
+    def __init__(
+        self, owner: AccessInterceptor, route: str, scope: str, authorization: str | None, request_id: str | None
+    ) -> None:
+        self._owner, self._route, self._scope = owner, route, scope
+        self._authorization, self._request_id = authorization, request_id
 
     def refusing(self, handler: "Handler | None", error: ServiceError) -> Handler:
         """A handler of the same kind that only refuses."""
@@ -126,7 +124,7 @@ class _Check:
         return grpc.unary_stream_rpc_method_handler(replies, **coders)
 
     async def _again(self, context: Context) -> None:
-        error = self.error()
+        error = self._owner.problem(self._authorization, self._scope)
         if error is not None:
             await self._refuse(context, error)
 
@@ -134,6 +132,10 @@ class _Check:
         exchange = Exchange(self._request_id)
         exchange.route = self._route
         await self._owner.refuse(context, error, exchange)
+
+
+def _is_stream(handler: Handler) -> bool:
+    return bool(handler.request_streaming or handler.response_streaming)
 
 
 def _value(metadata: Metadata, wanted: str) -> str | None:
