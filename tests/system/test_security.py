@@ -306,6 +306,7 @@ SLOW = {
     "nothing at all": (b"", b""),
     "headers": (HEAD.encode(), b"x"),
     "empty lines": (b"\r\n", b"\r\n"),
+    "empty lines after a request": (b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\n", b"\r\n"),
     "a body": (HEAD.encode() + b"content-length: 100000\r\n\r\n", b" "),
     "chunks": (HEAD.encode() + b"transfer-encoding: chunked\r\n\r\n", b"1\r\n \r\n"),
 }
