@@ -1,4 +1,4 @@
-"""JSON and raw bytes out: what the service answers, and the types that document it (and that tests hold it to).
+"""JSON out: what the service answers, and the types that document it (and that tests hold it to).
 
 Numbers are float32 everywhere inside; JSON prints each as the decimal of the equal float64, so that whoever parses it
 gets the same bits as over gRPC. An integer that a double cannot hold is printed as a string.
@@ -143,11 +143,6 @@ def lookup_json(rows: Rows) -> bytes:
         "model": model_of(rows.stamp),
     }
     return orjson.dumps(answer, option=orjson.OPT_SERIALIZE_NUMPY)
-
-
-def lookup_bytes(rows: Rows) -> bytes:
-    """The same as raw bytes: N x dim little-endian float32, then N status bytes (0 unknown, 1 learned, 2 default)."""
-    return rows.vectors_ND.astype("<f4", copy=False).tobytes() + rows.status_N.tobytes()
 
 
 def publish_json(published: Published) -> bytes:

@@ -25,17 +25,27 @@ _sym_db = _symbol_database.Default()
 from service import model_stamp_pb2 as service_dot_model__stamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fservice/embedding_service.proto\x12\nlivebed.v1\x1a\x19service/model_stamp.proto\"V\n\x17LookupEmbeddingsRequest\x12\r\n\x05table\x18\x01 \x01(\t\x12\r\n\x05texts\x18\x02 \x03(\t\x12\x10\n\x08integers\x18\x03 \x03(\x03\x12\x0b\n\x03ids\x18\x04 \x01(\x0c\"n\n\x18LookupEmbeddingsResponse\x12\x0e\n\x06values\x18\x01 \x01(\x0c\x12\x0b\n\x03\x64im\x18\x02 \x01(\r\x12\x0e\n\x06status\x18\x03 \x01(\x0c\x12%\n\x05model\x18\x04 \x01(\x0b\x32\x16.livebed.v1.ModelStamp2q\n\x10\x45mbeddingService\x12]\n\x10LookupEmbeddings\x12#.livebed.v1.LookupEmbeddingsRequest\x1a$.livebed.v1.LookupEmbeddingsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fservice/embedding_service.proto\x12\nlivebed.v1\x1a\x19service/model_stamp.proto\"J\n\x13StreamLookupRequest\x12\x33\n\x06lookup\x18\x01 \x01(\x0b\x32#.livebed.v1.LookupEmbeddingsRequest\"\x82\x01\n\x14StreamLookupResponse\x12\x34\n\x04rows\x18\x01 \x01(\x0b\x32$.livebed.v1.LookupEmbeddingsResponseH\x00\x12*\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x19.livebed.v1.LookupRefusalH\x00\x42\x08\n\x06result\"-\n\rLookupRefusal\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t\"<\n\x16WatchEmbeddingsRequest\x12\r\n\x05table\x18\x01 \x01(\t\x12\x13\n\x0binterval_ms\x18\x02 \x01(\r\"r\n\x17WatchEmbeddingsResponse\x12\x0f\n\x07\x63hanged\x18\x01 \x01(\x0c\x12\x0f\n\x07removed\x18\x02 \x01(\x0c\x12\x0e\n\x06resync\x18\x03 \x01(\x08\x12%\n\x05model\x18\x04 \x01(\x0b\x32\x16.livebed.v1.ModelStamp\"V\n\x17LookupEmbeddingsRequest\x12\r\n\x05table\x18\x01 \x01(\t\x12\r\n\x05texts\x18\x02 \x03(\t\x12\x10\n\x08integers\x18\x03 \x03(\x03\x12\x0b\n\x03ids\x18\x04 \x01(\x0c\"n\n\x18LookupEmbeddingsResponse\x12\x0e\n\x06values\x18\x01 \x01(\x0c\x12\x0b\n\x03\x64im\x18\x02 \x01(\r\x12\x0e\n\x06status\x18\x03 \x01(\x0c\x12%\n\x05model\x18\x04 \x01(\x0b\x32\x16.livebed.v1.ModelStamp2\xa6\x02\n\x10\x45mbeddingService\x12]\n\x10LookupEmbeddings\x12#.livebed.v1.LookupEmbeddingsRequest\x1a$.livebed.v1.LookupEmbeddingsResponse\x12U\n\x0cStreamLookup\x12\x1f.livebed.v1.StreamLookupRequest\x1a .livebed.v1.StreamLookupResponse(\x01\x30\x01\x12\\\n\x0fWatchEmbeddings\x12\".livebed.v1.WatchEmbeddingsRequest\x1a#.livebed.v1.WatchEmbeddingsResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'service.embedding_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_LOOKUPEMBEDDINGSREQUEST']._serialized_start=74
-  _globals['_LOOKUPEMBEDDINGSREQUEST']._serialized_end=160
-  _globals['_LOOKUPEMBEDDINGSRESPONSE']._serialized_start=162
-  _globals['_LOOKUPEMBEDDINGSRESPONSE']._serialized_end=272
-  _globals['_EMBEDDINGSERVICE']._serialized_start=274
-  _globals['_EMBEDDINGSERVICE']._serialized_end=387
+  _globals['_STREAMLOOKUPREQUEST']._serialized_start=74
+  _globals['_STREAMLOOKUPREQUEST']._serialized_end=148
+  _globals['_STREAMLOOKUPRESPONSE']._serialized_start=151
+  _globals['_STREAMLOOKUPRESPONSE']._serialized_end=281
+  _globals['_LOOKUPREFUSAL']._serialized_start=283
+  _globals['_LOOKUPREFUSAL']._serialized_end=328
+  _globals['_WATCHEMBEDDINGSREQUEST']._serialized_start=330
+  _globals['_WATCHEMBEDDINGSREQUEST']._serialized_end=390
+  _globals['_WATCHEMBEDDINGSRESPONSE']._serialized_start=392
+  _globals['_WATCHEMBEDDINGSRESPONSE']._serialized_end=506
+  _globals['_LOOKUPEMBEDDINGSREQUEST']._serialized_start=508
+  _globals['_LOOKUPEMBEDDINGSREQUEST']._serialized_end=594
+  _globals['_LOOKUPEMBEDDINGSRESPONSE']._serialized_start=596
+  _globals['_LOOKUPEMBEDDINGSRESPONSE']._serialized_end=706
+  _globals['_EMBEDDINGSERVICE']._serialized_start=709
+  _globals['_EMBEDDINGSERVICE']._serialized_end=1003
 # @@protoc_insertion_point(module_scope)

@@ -20,6 +20,150 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
+class StreamLookupRequest(_message.Message):
+    """One lookup of a stream."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOOKUP_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def lookup(self) -> Global___LookupEmbeddingsRequest:
+        """The lookup."""
+
+    def __init__(
+        self,
+        *,
+        lookup: Global___LookupEmbeddingsRequest | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["lookup", b"lookup"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lookup", b"lookup"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StreamLookupRequest: _TypeAlias = StreamLookupRequest  # noqa: Y015
+
+@_typing.final
+class StreamLookupResponse(_message.Message):
+    """What came of one lookup of a stream."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROWS_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def rows(self) -> Global___LookupEmbeddingsResponse:
+        """Its rows."""
+
+    @_builtins.property
+    def error(self) -> Global___LookupRefusal:
+        """Why it was refused."""
+
+    def __init__(
+        self,
+        *,
+        rows: Global___LookupEmbeddingsResponse | None = ...,
+        error: Global___LookupRefusal | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "result", b"result", "rows", b"rows"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "result", b"result", "rows", b"rows"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["rows", "error"]  # noqa: Y015
+    _WhichOneofArgType_result: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_result) -> _WhichOneofReturnType_result | None: ...
+
+Global___StreamLookupResponse: _TypeAlias = StreamLookupResponse  # noqa: Y015
+
+@_typing.final
+class LookupRefusal(_message.Message):
+    """Why a lookup was refused."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CODE_FIELD_NUMBER: _builtins.int
+    DETAIL_FIELD_NUMBER: _builtins.int
+    code: _builtins.str
+    """The short code, as over HTTP: `unknown_table`."""
+    detail: _builtins.str
+    """A sentence."""
+    def __init__(
+        self,
+        *,
+        code: _builtins.str = ...,
+        detail: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "detail", b"detail"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LookupRefusal: _TypeAlias = LookupRefusal  # noqa: Y015
+
+@_typing.final
+class WatchEmbeddingsRequest(_message.Message):
+    """What to watch."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TABLE_FIELD_NUMBER: _builtins.int
+    INTERVAL_MS_FIELD_NUMBER: _builtins.int
+    table: _builtins.str
+    """The table's name."""
+    interval_ms: _builtins.int
+    """Time between looks at the table: ms, at least 10; 0 means 100."""
+    def __init__(
+        self,
+        *,
+        table: _builtins.str = ...,
+        interval_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["interval_ms", b"interval_ms", "table", b"table"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchEmbeddingsRequest: _TypeAlias = WatchEmbeddingsRequest  # noqa: Y015
+
+@_typing.final
+class WatchEmbeddingsResponse(_message.Message):
+    """What changed between two looks at a table. The first message has no ids: what changes after it is reported."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHANGED_FIELD_NUMBER: _builtins.int
+    REMOVED_FIELD_NUMBER: _builtins.int
+    RESYNC_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    changed: _builtins.bytes
+    """Hashed ids whose rows are new or have other values: little-endian int64."""
+    removed: _builtins.bytes
+    """Hashed ids that no longer have a row: little-endian int64."""
+    resync: _builtins.bool
+    """Changes may have been missed (the store was made anew or resized): look up again what matters."""
+    @_builtins.property
+    def model(self) -> _model_stamp_pb2.ModelStamp:
+        """The model that was looked at: what changed before its version has been reported."""
+
+    def __init__(
+        self,
+        *,
+        changed: _builtins.bytes = ...,
+        removed: _builtins.bytes = ...,
+        resync: _builtins.bool = ...,
+        model: _model_stamp_pb2.ModelStamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changed", b"changed", "model", b"model", "removed", b"removed", "resync", b"resync"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchEmbeddingsResponse: _TypeAlias = WatchEmbeddingsResponse  # noqa: Y015
+
+@_typing.final
 class LookupEmbeddingsRequest(_message.Message):
     """Ids of one table; of `texts`, `integers` and `ids` exactly one is given."""
 

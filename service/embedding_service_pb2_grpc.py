@@ -40,6 +40,16 @@ class EmbeddingServiceStub:
                 request_serializer=service_dot_embedding__service__pb2.LookupEmbeddingsRequest.SerializeToString,
                 response_deserializer=service_dot_embedding__service__pb2.LookupEmbeddingsResponse.FromString,
                 _registered_method=True)
+        self.StreamLookup = channel.stream_stream(
+                '/livebed.v1.EmbeddingService/StreamLookup',
+                request_serializer=service_dot_embedding__service__pb2.StreamLookupRequest.SerializeToString,
+                response_deserializer=service_dot_embedding__service__pb2.StreamLookupResponse.FromString,
+                _registered_method=True)
+        self.WatchEmbeddings = channel.unary_stream(
+                '/livebed.v1.EmbeddingService/WatchEmbeddings',
+                request_serializer=service_dot_embedding__service__pb2.WatchEmbeddingsRequest.SerializeToString,
+                response_deserializer=service_dot_embedding__service__pb2.WatchEmbeddingsResponse.FromString,
+                _registered_method=True)
 
 
 class EmbeddingServiceServicer:
@@ -53,6 +63,20 @@ class EmbeddingServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def StreamLookup(self, request_iterator, context):
+        """The same for a long-lived caller: an answer to each message, in order. A lookup that is refused does not end it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WatchEmbeddings(self, request, context):
+        """Ids of one table whose rows changed, came or went, as they do; until the caller ends it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_EmbeddingServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -60,6 +84,16 @@ def add_EmbeddingServiceServicer_to_server(servicer, server):
                     servicer.LookupEmbeddings,
                     request_deserializer=service_dot_embedding__service__pb2.LookupEmbeddingsRequest.FromString,
                     response_serializer=service_dot_embedding__service__pb2.LookupEmbeddingsResponse.SerializeToString,
+            ),
+            'StreamLookup': grpc.stream_stream_rpc_method_handler(
+                    servicer.StreamLookup,
+                    request_deserializer=service_dot_embedding__service__pb2.StreamLookupRequest.FromString,
+                    response_serializer=service_dot_embedding__service__pb2.StreamLookupResponse.SerializeToString,
+            ),
+            'WatchEmbeddings': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchEmbeddings,
+                    request_deserializer=service_dot_embedding__service__pb2.WatchEmbeddingsRequest.FromString,
+                    response_serializer=service_dot_embedding__service__pb2.WatchEmbeddingsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -90,6 +124,60 @@ class EmbeddingService:
             '/livebed.v1.EmbeddingService/LookupEmbeddings',
             service_dot_embedding__service__pb2.LookupEmbeddingsRequest.SerializeToString,
             service_dot_embedding__service__pb2.LookupEmbeddingsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StreamLookup(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/livebed.v1.EmbeddingService/StreamLookup',
+            service_dot_embedding__service__pb2.StreamLookupRequest.SerializeToString,
+            service_dot_embedding__service__pb2.StreamLookupResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchEmbeddings(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/livebed.v1.EmbeddingService/WatchEmbeddings',
+            service_dot_embedding__service__pb2.WatchEmbeddingsRequest.SerializeToString,
+            service_dot_embedding__service__pb2.WatchEmbeddingsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -35,6 +35,10 @@ class EmbeddingServiceStub:
     def __new__(cls, channel: _aio.Channel) -> EmbeddingServiceAsyncStub: ...
     LookupEmbeddings: _grpc.UnaryUnaryMultiCallable[_embedding_service_pb2.LookupEmbeddingsRequest, _embedding_service_pb2.LookupEmbeddingsResponse]
     """The rows of ids of one table. An unknown id is not an error: its row is the table's default and its status says so."""
+    StreamLookup: _grpc.StreamStreamMultiCallable[_embedding_service_pb2.StreamLookupRequest, _embedding_service_pb2.StreamLookupResponse]
+    """The same for a long-lived caller: an answer to each message, in order. A lookup that is refused does not end it."""
+    WatchEmbeddings: _grpc.UnaryStreamMultiCallable[_embedding_service_pb2.WatchEmbeddingsRequest, _embedding_service_pb2.WatchEmbeddingsResponse]
+    """Ids of one table whose rows changed, came or went, as they do; until the caller ends it."""
 
 @_typing.type_check_only
 class EmbeddingServiceAsyncStub(EmbeddingServiceStub):
@@ -43,6 +47,10 @@ class EmbeddingServiceAsyncStub(EmbeddingServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     LookupEmbeddings: _aio.UnaryUnaryMultiCallable[_embedding_service_pb2.LookupEmbeddingsRequest, _embedding_service_pb2.LookupEmbeddingsResponse]  # type: ignore[assignment]
     """The rows of ids of one table. An unknown id is not an error: its row is the table's default and its status says so."""
+    StreamLookup: _aio.StreamStreamMultiCallable[_embedding_service_pb2.StreamLookupRequest, _embedding_service_pb2.StreamLookupResponse]  # type: ignore[assignment]
+    """The same for a long-lived caller: an answer to each message, in order. A lookup that is refused does not end it."""
+    WatchEmbeddings: _aio.UnaryStreamMultiCallable[_embedding_service_pb2.WatchEmbeddingsRequest, _embedding_service_pb2.WatchEmbeddingsResponse]  # type: ignore[assignment]
+    """Ids of one table whose rows changed, came or went, as they do; until the caller ends it."""
 
 class EmbeddingServiceServicer(metaclass=_abc_1.ABCMeta):
     """Reads embedding tables."""
@@ -54,5 +62,21 @@ class EmbeddingServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_embedding_service_pb2.LookupEmbeddingsResponse, _abc.Awaitable[_embedding_service_pb2.LookupEmbeddingsResponse]]:
         """The rows of ids of one table. An unknown id is not an error: its row is the table's default and its status says so."""
+
+    @_abc_1.abstractmethod
+    def StreamLookup(
+        self,
+        request_iterator: _MaybeAsyncIterator[_embedding_service_pb2.StreamLookupRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_embedding_service_pb2.StreamLookupResponse], _abc.AsyncIterator[_embedding_service_pb2.StreamLookupResponse]]:
+        """The same for a long-lived caller: an answer to each message, in order. A lookup that is refused does not end it."""
+
+    @_abc_1.abstractmethod
+    def WatchEmbeddings(
+        self,
+        request: _embedding_service_pb2.WatchEmbeddingsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_embedding_service_pb2.WatchEmbeddingsResponse], _abc.AsyncIterator[_embedding_service_pb2.WatchEmbeddingsResponse]]:
+        """Ids of one table whose rows changed, came or went, as they do; until the caller ends it."""
 
 def add_EmbeddingServiceServicer_to_server(servicer: EmbeddingServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

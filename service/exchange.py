@@ -16,7 +16,7 @@ UNMATCHED = "unmatched"  # the route label of what no route takes: never a raw p
 class Exchange:
     """Filled in by whoever answers; read when headers and metrics are written."""
 
-    __slots__ = ("arrived_s", "code", "request_id", "route", "stages", "stamp", "token")
+    __slots__ = ("arrived_s", "code", "is_msgpack", "request_id", "route", "stages", "stamp", "token")
 
     def __init__(self, wanted_id: str | None) -> None:
         """Take the client's request id if it is one, else make one."""
@@ -24,6 +24,7 @@ class Exchange:
         self.request_id = wanted_id if valid and wanted_id is not None else secrets.token_hex(16)
         self.arrived_s = time.perf_counter()
         self.route = UNMATCHED
+        self.is_msgpack = False  # its body is MessagePack, not JSON
         self.stamp: Stamp | None = None
         self.stages: list[tuple[str, float]] = []
         self.code: str | None = None  # of the error that was answered

@@ -11,7 +11,9 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 
 JSON_TYPES = frozenset({b"application/json"})
-EVENT_TYPES = JSON_TYPES | {b"application/x-ndjson", b"application/ndjson", b"application/jsonl"}
+MSGPACK_TYPES = frozenset({b"application/x-msgpack", b"application/msgpack", b"application/vnd.msgpack"})
+BODY_TYPES = JSON_TYPES | MSGPACK_TYPES
+EVENT_TYPES = BODY_TYPES | {b"application/x-ndjson", b"application/ndjson", b"application/jsonl"}
 # Requests in a worker at one moment. What they wait for is a body or the log, so more would only be more memory: each
 # may hold a body. Beyond it a request is refused at once.
 MAX_IN_FLIGHT = 1024
@@ -42,13 +44,14 @@ def is_drainable(headers: Iterable[tuple[bytes, bytes]], max_bytes: int) -> bool
     return length <= MAX_DRAINED_BODIES * max_bytes
 
 
-def check_type(content_type: bytes | None, allowed: frozenset[bytes]) -> None:
-    """Refuse a body by its declared type; one that declares none is taken for JSON. Raises ServiceError."""
+def check_type(content_type: bytes | None, allowed: frozenset[bytes]) -> bytes:
+    """A body's declared type, JSON if it declares none. Raises ServiceError for one that is not allowed."""
     kind = (content_type or b"application/json").partition(b";")[0].strip().lower()
     if kind not in allowed:
         names = ", ".join(sorted(name.decode() for name in allowed))
         got = kind.decode("latin-1")[:100]
         raise ServiceError("unsupported_media_type", f"Content-Type is {got}, wanted one of {names}")
+    return kind
 
 
 async def read_body(receive: Receive, limits: Limits, *, timeout_s: float) -> bytes:

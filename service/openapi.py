@@ -6,6 +6,7 @@ import msgspec
 
 from service import answers, catalogue, operations
 from service.errors import KINDS, PROBLEM_TYPE
+from service.packed_answers import MSGPACK_TYPE
 from service.wire import Requests
 from trainer.settings import Settings
 
@@ -16,6 +17,7 @@ REF = "#/components/schemas/{name}"
 ANYWHERE = ("overloaded", "internal")
 WITH_BODY = ("malformed", "unsupported_media_type", "too_large", "invalid", "deadline_exceeded")
 READING = ("not_ready",)
+SCORING = (*READING, "not_acceptable")
 
 
 def document(settings: Settings, requests: Requests) -> Json:
@@ -42,10 +44,16 @@ def _paths() -> Json:
     return {
         "/v1/events": {"post": _publish()},
         "/v1/score": {
-            "post": _operation("Probabilities of candidates", "ScoreAnswer", body="ScoreRequest", errors=READING)
+            "post": _add_forms(
+                _operation("Probabilities of candidates", "ScoreAnswer", body="ScoreRequest", errors=SCORING),
+                "A little-endian float32 a candidate",
+            )
         },
         "/v1/rank": {
-            "post": _operation("The best candidates, best first", "RankAnswer", body="RankRequest", errors=READING)
+            "post": _add_forms(
+                _operation("The best candidates, best first", "RankAnswer", body="RankRequest", errors=SCORING),
+                "X-Rank-Count little-endian uint32 places, then as many float32 probabilities",
+            )
         },
         "/v1/tables/{table}/embeddings:lookup": {"post": _lookup() | {"parameters": [table]}},
         "/v1/tables/{table}/embeddings/{id}": {"get": inspect, "parameters": [table, _in_path("id")]},
@@ -113,6 +121,8 @@ def _publish() -> Json:
     )
     lines = {"schema": {"type": "string", "description": "One Event as JSON a line"}}
     operation["requestBody"]["content"]["application/x-ndjson"] = lines
+    packed = {"schema": {"type": "string", "format": "binary", "description": "The JSON body as MessagePack"}}
+    operation["requestBody"]["content"][MSGPACK_TYPE] = packed
     return operation
 
 
@@ -123,12 +133,22 @@ def _lookup() -> Json:
         body="LookupRequest",
         errors=(*READING, "unknown_table", "not_acceptable"),
     )
-    layout = "count x dim little-endian float32, then count status bytes: 0 unknown, 1 learned, 2 default"
-    raw = {"schema": {"type": "string", "format": "binary", "description": layout}}
     ok = operation["responses"]["200"]
-    ok["content"][answers.BINARY_TYPE] = raw
+    _add_forms(operation, "count x dim little-endian float32, then count status bytes: 0 unknown, 1 learned, 2 default")
     for name in ("X-Embedding-Dim", "X-Embedding-Count"):
         ok["headers"][name] = {"schema": {"type": "integer"}, "description": "Of the binary form"}
+    return operation
+
+
+def _add_forms(operation: Json, layout: str) -> Json:
+    """The forms beside JSON: MessagePack both ways, and raw bytes out."""
+    body, ok = operation["requestBody"]["content"], operation["responses"]["200"]["content"]
+    body[MSGPACK_TYPE] = {
+        "schema": {"type": "string", "format": "binary", "description": "The JSON body as MessagePack"}
+    }
+    packed = "The JSON answer as MessagePack, with arrays of numbers and status as little-endian binaries"
+    ok[MSGPACK_TYPE] = {"schema": {"type": "string", "format": "binary", "description": packed}}
+    ok[answers.BINARY_TYPE] = {"schema": {"type": "string", "format": "binary", "description": layout}}
     return operation
 
 

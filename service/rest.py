@@ -9,12 +9,12 @@ import orjson
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 
-from service import answers, catalogue, openapi
+from service import answers, catalogue, openapi, packed_answers
 from service.access import admin_gate, public_gate
 from service.edge import EXCHANGE, Edge, problem_reply
 from service.errors import ServiceError, as_service_error
 from service.exchange import Exchange
-from service.limits import EVENT_TYPES, JSON_TYPES, ClientGone, check_type, read_body
+from service.limits import BODY_TYPES, EVENT_TYPES, JSON_TYPES, MSGPACK_TYPES, ClientGone, check_type, read_body
 from service.live_model import Scores
 from service.negotiation import accepted
 from service.openapi_access import with_tokens
@@ -29,7 +29,7 @@ from trainer.settings import Limits
 Handler = Callable[[Request], Awaitable[Response]]
 # No pages that load scripts from elsewhere; a path has one spelling.
 PLAIN: dict[str, Any] = {"docs_url": None, "redoc_url": None, "redirect_slashes": False}
-JSON = [answers.JSON_TYPE]
+FORMS = [answers.JSON_TYPE, answers.BINARY_TYPE, packed_answers.MSGPACK_TYPE]
 CLIENT_GONE = 499  # as nginx counts it; nobody reads it
 ROUTING_CODES = {404: "not_found", 405: "method_not_allowed"}
 
@@ -119,39 +119,53 @@ class Face:
     async def events(self, request: Request) -> Response:
         """Append events to the log."""
         body = await self._body(request, EVENT_TYPES)
-        raw, rejected = self._parse_events(body)
+        raw, rejected = self._parse_events(body, msgpack=_exchange(request).is_msgpack)
         published = await self.parts.ingest.publish(raw, rejected)
         return _json(answers.publish_json(published), status=202)
 
     async def score(self, request: Request) -> Response:
         """Score candidates."""
-        accepted(request.headers.get("accept"), JSON)
-        body = await self._body(request, JSON_TYPES)
-        scores = self.parts.model.score(self.parts.requests.score(body))
+        kind = accepted(request.headers.get("accept"), FORMS)
+        body = await self._body(request, BODY_TYPES)
+        msgpack = _exchange(request).is_msgpack
+        scores = self.parts.model.score(self.parts.requests.score(body, msgpack=msgpack))
         exchange = _answered(request, scores)
-        return _json(answers.score_json(scores, request_id=exchange.request_id))
+        if kind == answers.JSON_TYPE:
+            return _json(answers.score_json(scores, request_id=exchange.request_id))
+        if kind == packed_answers.MSGPACK_TYPE:
+            return Response(packed_answers.score_msgpack(scores, request_id=exchange.request_id), media_type=kind)
+        return Response(packed_answers.score_bytes(scores), media_type=kind)
 
     async def rank(self, request: Request) -> Response:
         """Rank candidates."""
-        accepted(request.headers.get("accept"), JSON)
-        body = await self._body(request, JSON_TYPES)
-        candidates, top_k = self.parts.requests.rank(body)
+        kind = accepted(request.headers.get("accept"), FORMS)
+        body = await self._body(request, BODY_TYPES)
+        candidates, top_k = self.parts.requests.rank(body, msgpack=_exchange(request).is_msgpack)
         scores = self.parts.model.score(candidates)
-        exchange = _answered(request, scores)
-        return _json(answers.rank_json(scores, scores.best(top_k), request_id=exchange.request_id))
+        exchange, best_K = _answered(request, scores), scores.best(top_k)
+        if kind == answers.JSON_TYPE:
+            return _json(answers.rank_json(scores, best_K, request_id=exchange.request_id))
+        if kind == packed_answers.MSGPACK_TYPE:
+            return Response(
+                packed_answers.rank_msgpack(scores, best_K, request_id=exchange.request_id), media_type=kind
+            )
+        count = {"x-rank-count": str(len(best_K))}
+        return Response(packed_answers.rank_bytes(scores, best_K), media_type=kind, headers=count)
 
     async def lookup(self, request: Request) -> Response:
         """Rows of ids."""
-        kind = accepted(request.headers.get("accept"), [answers.JSON_TYPE, answers.BINARY_TYPE])
-        body = await self._body(request, JSON_TYPES)
+        kind = accepted(request.headers.get("accept"), FORMS)
+        body = await self._body(request, BODY_TYPES)
         table = self.parts.model.table(request.path_params["table"])
-        rows = self.parts.model.lookup(table, self.parts.requests.lookup(body))
+        rows = self.parts.model.lookup(table, self.parts.requests.lookup(body, msgpack=_exchange(request).is_msgpack))
         self.parts.meters.looked_up(table.name, rows.status_N)
         _exchange(request).stamp = rows.stamp
         if kind == answers.JSON_TYPE:
             return _json(answers.lookup_json(rows))
+        if kind == packed_answers.MSGPACK_TYPE:
+            return Response(packed_answers.lookup_msgpack(rows), media_type=kind)
         shape = {"x-embedding-dim": str(table.width), "x-embedding-count": str(len(rows.status_N))}
-        return Response(answers.lookup_bytes(rows), media_type=answers.BINARY_TYPE, headers=shape)
+        return Response(packed_answers.lookup_bytes(rows), media_type=kind, headers=shape)
 
     async def inspect(self, request: Request) -> Response:
         """One id of one table."""
@@ -221,7 +235,8 @@ class Face:
     async def _body(self, request: Request, types: frozenset[bytes]) -> bytes:
         exchange = _exchange(request)
         content_type = request.headers.get("content-type")
-        check_type(content_type.encode("latin-1") if content_type is not None else None, types)
+        kind = check_type(content_type.encode("latin-1") if content_type is not None else None, types)
+        exchange.is_msgpack = kind in MSGPACK_TYPES
         packed = is_packed(request.headers.get("content-encoding"))
         body = await read_body(request.receive, self.parts.limits, timeout_s=self._timeout_s)
         if packed:
@@ -231,10 +246,10 @@ class Face:
         self.parts.meters.queue_wait.observe(waited_s)
         return body
 
-    def _parse_events(self, body: bytes) -> tuple[RawEvents, list[Rejection]]:
+    def _parse_events(self, body: bytes, *, msgpack: bool) -> tuple[RawEvents, list[Rejection]]:
         limit = self.parts.limits.events
         now_us = time.time_ns() // 1000
-        return self.parts.requests.parser.parse(body, accepted_us=now_us, max_events=limit)
+        return self.parts.requests.parser.parse(body, accepted_us=now_us, max_events=limit, msgpack=msgpack)
 
 
 def _exchange(request: Request) -> Exchange:

@@ -1,4 +1,4 @@
-"""JSON in: typed requests, decoded and checked in C against the configuration's own types, with the limits applied.
+"""JSON and MessagePack in: requests decoded and checked in C against the configuration's own types, limits included.
 
 The types are made from the schema once (`EventParser.Row` is a row of its inputs), so an unknown feature, a wrong type
 or a string that is too long is found while parsing; what is left to do per value in Python is nothing.
@@ -7,6 +7,7 @@ or a string that is too long is found while parsing; what is left to do per valu
 import re
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Annotated, Any, NoReturn
 
 import msgspec
@@ -30,6 +31,22 @@ HOLDERS = ("context.", "features.", "columns.")
 TopK = Annotated[int, msgspec.Meta(ge=1)]
 
 
+@dataclass(frozen=True)
+class Decoders:
+    """Of one format."""
+
+    name: str
+    score: Any
+    rank: Any
+    lookup: Any
+
+    @classmethod
+    def of(cls, name: str, module: Any, requests: "Requests") -> "Decoders":
+        """Of a module of msgspec."""
+        types = (requests.ScoreRequest, requests.RankRequest, requests.LookupRequest)
+        return cls(name, *(module.Decoder(kind) for kind in types))
+
+
 class Requests:
     """Decoders of one schema's requests, with its limits."""
 
@@ -48,29 +65,33 @@ class Requests:
         self.ScoreRequest: Any = msgspec.defstruct("ScoreRequest", fields, **options)
         self.RankRequest: Any = msgspec.defstruct("RankRequest", [*fields, ("top_k", TopK | None, None)], **options)
         self.LookupRequest: Any = msgspec.defstruct("LookupRequest", [("ids", list_of(self.parser.Id))], **options)
-        self._score = msgspec.json.Decoder(self.ScoreRequest)
-        self._rank = msgspec.json.Decoder(self.RankRequest)
-        self._lookup = msgspec.json.Decoder(self.LookupRequest)
+        self._json = Decoders.of("JSON", msgspec.json, self)
+        self._msgpack = Decoders.of("MessagePack", msgspec.msgpack, self)
 
-    def score(self, body: bytes) -> Candidates:
+    def score(self, body: bytes, *, msgpack: bool = False) -> Candidates:
         """Candidates of a `/v1/score` body. Raises ServiceError, like everything here."""
-        return self.candidates(_decoded(self._score.decode, body))
+        decoders = self._msgpack if msgpack else self._json
+        return self.candidates(_decoded(decoders.score.decode, body, decoders.name))
 
-    def rank(self, body: bytes) -> tuple[Candidates, int | None]:
+    def rank(self, body: bytes, *, msgpack: bool = False) -> tuple[Candidates, int | None]:
         """Candidates of a `/v1/rank` body, and how many of the best are wanted (None: all)."""
-        request = _decoded(self._rank.decode, body)
+        decoders = self._msgpack if msgpack else self._json
+        request = _decoded(decoders.rank.decode, body, decoders.name)
         return self.candidates(request), self.top_k(request.top_k)
 
-    def lookup(self, body: bytes) -> npt.NDArray[np.int64]:
+    def lookup(self, body: bytes, *, msgpack: bool = False) -> npt.NDArray[np.int64]:
         """Hashed ids of a lookup's body."""
-        request = _decoded(self._lookup.decode, body)
+        decoders = self._msgpack if msgpack else self._json
+        request = _decoded(decoders.lookup.decode, body, decoders.name)
         if len(request.ids) > self.limits.ids:
             raise too_many("ids", len(request.ids), self.limits.ids)
         return hash_values(request.ids)
 
     def convert(self, request: dict[str, Any]) -> Candidates:
         """Candidates of a score request that came as Python values (gRPC): the same checks, the same words."""
-        return self.candidates(_decoded(lambda values: msgspec.convert(values, self.ScoreRequest), request))
+        return self.candidates(
+            _decoded(lambda values: msgspec.convert(values, self.ScoreRequest), request, "a request")
+        )
 
     def candidates(self, request: Any) -> Candidates:
         """Columns of a decoded request."""
@@ -114,13 +135,13 @@ def most_given(inputs: Inputs) -> int:
     return int(given_B.max(initial=0))
 
 
-def _decoded(decode: Callable[[Any], Any], body: Any) -> Any:
+def _decoded(decode: Callable[[Any], Any], body: Any, form: str) -> Any:
     try:
         return decode(body)
     except msgspec.ValidationError as error:
         _refuse(error)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ServiceError("malformed", f"the body is not valid JSON: {error}") from None
+        raise ServiceError("malformed", f"the body is not valid {form}: {error}") from None
 
 
 def _refuse(error: msgspec.ValidationError) -> NoReturn:

@@ -1,7 +1,7 @@
-"""JSON -> RawEvents: one object, an array, NDJSON lines, or columns; each bad event is refused alone.
+"""JSON or MessagePack -> RawEvents: one object, an array, NDJSON lines, or columns; each bad event is refused alone.
 
 The schema becomes msgspec types once, so that names, types, lengths and unknown fields are checked in C while
-parsing. A body that is not JSON raises BadEvent("malformed"); an event that is not valid becomes a Rejection.
+parsing. A body that is not well-formed raises BadEvent("malformed"); an event that is not valid becomes a Rejection.
 
     {"features": {"user_id": 7, "video_id": "v1"}, "label": 1, "event_id": "e1", "time_ms": 1650000000000}
     {"entity": "video", "id": "v1", "features": {"duration_ms": 15000}}
@@ -10,6 +10,7 @@ parsing. A body that is not JSON raises BadEvent("malformed"); an event that is 
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Annotated, Any
 
@@ -27,6 +28,8 @@ MAX_MAGNITUDE = 1e18  # a number past this is a mistake; times in microseconds s
 MIN_INTEGER, MAX_INTEGER = -(2**63), 2**63 - 1
 MAX_TIME_MS = 253_402_300_799_999  # the year 9999
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # the last: nested too deep
+# What a MessagePack map begins with: fixmap, map 16, map 32.
+MSGPACK_MAPS = bytes([*range(0x80, 0x90), 0xDE, 0xDF])
 PATH = re.compile(r" - at `\$?(.*)`$", re.DOTALL)
 
 Text = Annotated[str, msgspec.Meta(max_length=MAX_STRING)]
@@ -47,6 +50,26 @@ def value_type(spec: Input, id_: Any) -> Any:
     if spec.kind == "vector":
         return Annotated[list[Number], msgspec.Meta(min_length=spec.size, max_length=spec.size)]
     return id_ if spec.kind == "id" else Number
+
+
+@dataclass(frozen=True)
+class Codec:
+    """Decoders of one format; `map_bytes`: what an object may begin with."""
+
+    name: str
+    map_bytes: bytes
+    event: Any
+    events: Any
+    table: Any
+    raw: Any
+    raws: Any
+    members: Any
+
+    @classmethod
+    def of(cls, name: str, module: Any, map_bytes: bytes, *, event: Any, table: Any) -> "Codec":
+        """Of a module of msgspec."""
+        types = (event, list[event], table, msgspec.Raw, list[msgspec.Raw], dict[str, msgspec.Raw])
+        return cls(name, map_bytes, *(module.Decoder(kind) for kind in types))
 
 
 class EventParser:
@@ -74,27 +97,25 @@ class EventParser:
         columns = msgspec.defstruct("Columns", column_types, rename=rename, **options)
         event_type: Any = msgspec.defstruct("Event", _event_fields(self.Row, self.Id), **options)
         table_type: Any = msgspec.defstruct("Table", _table_fields(columns), **options)
-        self._event = msgspec.json.Decoder(event_type)
-        self._events = msgspec.json.Decoder(list[event_type])
-        self._table = msgspec.json.Decoder(table_type)
-        self._raws = msgspec.json.Decoder(list[msgspec.Raw])
+        self._json = Codec.of("JSON", msgspec.json, b"{", event=event_type, table=table_type)
+        self._msgpack = Codec.of("MessagePack", msgspec.msgpack, MSGPACK_MAPS, event=event_type, table=table_type)
 
     def parse(
-        self, body: bytes, *, accepted_us: int, max_events: int | None = None
+        self, body: bytes, *, accepted_us: int, max_events: int | None = None, msgpack: bool = False
     ) -> tuple[RawEvents, list[Rejection]]:
         """All valid events of a body, and why the others were refused.
 
         Raises:
-            BadEvent: `malformed` (not JSON), `invalid` (columns that do not fit), `too_many` (over max_events).
+            BadEvent: `malformed` (not well-formed), `invalid` (columns that do not fit), `too_many` (over max_events).
         """
-        text = body.strip()
+        codec, text = (self._msgpack, body) if msgpack else (self._json, body.strip())
         if not text:
             raise BadEvent("malformed", "the body is empty")
-        if text.startswith(b"{") and b'"columns"' in text and self._is_table(text):
-            raw = self._parse_table(text, accepted_us)
+        if text[0] in codec.map_bytes and b"columns" in text and _is_table(codec, text):
+            raw = self._parse_table(codec, text, accepted_us)
             _check_count(raw.inputs.count, max_events)
             return raw, []
-        events, places, rejected = self._parse_events(text, max_events)
+        events, places, rejected = _parse_events(codec, text, max_events)
         return self._raw_events(events, places, rejected, accepted_us)
 
     def inputs(self, rows: Sequence[Any]) -> Inputs:
@@ -106,54 +127,13 @@ class EventParser:
                 columns[spec.name] = column
         return Inputs(len(rows), columns)
 
-    def _is_table(self, text: bytes) -> bool:
+    def _parse_table(self, codec: Codec, text: bytes, accepted_us: int) -> RawEvents:
         try:
-            return "columns" in msgspec.json.decode(text, type=dict[str, msgspec.Raw])
-        except UNREADABLE:
-            return False
-
-    def _parse_events(self, text: bytes, max_events: int | None) -> tuple[list[Any], list[int], list[Rejection]]:
-        """Valid events with their places, and the refused ones. The fast way first: all at once, all valid."""
-        try:
-            events = self._events.decode(text) if text.startswith(b"[") else self._event.decode_lines(text)
-        except UNREADABLE:
-            return self._parse_one_by_one(text, max_events)
-        _check_count(len(events), max_events)
-        return events, list(range(len(events))), []
-
-    def _parse_one_by_one(self, text: bytes, max_events: int | None) -> tuple[list[Any], list[int], list[Rejection]]:
-        items = self._split(text)
-        _check_count(len(items), max_events)
-        events, places, rejected = [], [], []
-        for index, item in enumerate(items):
-            try:
-                events.append(self._event.decode(item))
-                places.append(index)
-            except UNREADABLE as error:
-                rejected.append(Rejection(index, *describe(error)))
-        return events, places, rejected
-
-    def _split(self, text: bytes) -> Sequence[bytes | msgspec.Raw]:
-        if text.startswith(b"["):
-            try:
-                return self._raws.decode(text)
-            except UNREADABLE as error:
-                raise BadEvent("malformed", f"the body is not valid JSON: {error}") from None
-        lines = [line for line in text.split(b"\n") if line.strip()]
-        if len(lines) <= 1:  # one object: not JSON at all is the body's fault, not an event's
-            try:
-                msgspec.json.decode(text, type=msgspec.Raw)
-            except UNREADABLE as error:
-                raise BadEvent("malformed", f"the body is not valid JSON: {error}") from None
-        return lines
-
-    def _parse_table(self, text: bytes, accepted_us: int) -> RawEvents:
-        try:
-            table = self._table.decode(text)
+            table = codec.table.decode(text)
         except msgspec.ValidationError as error:
             raise BadEvent(*describe(error)) from None
         except UNREADABLE as error:
-            raise BadEvent("malformed", f"the body is not valid JSON: {error}") from None
+            raise _malformed(codec, error) from None
         count = len(table.labels)
         columns = {}
         for attribute, spec in zip(self._attributes, self.schema.inputs, strict=True):
@@ -229,6 +209,62 @@ class EventParser:
         if threshold is not None:
             return np.where(np.isnan(values), np.nan, values >= threshold).astype(np.float32)
         return np.where((values == 0) | (values == 1), values, np.nan).astype(np.float32)
+
+
+def _is_table(codec: Codec, text: bytes) -> bool:
+    try:
+        return "columns" in codec.members.decode(text)
+    except UNREADABLE:
+        return False
+
+
+def _parse_events(codec: Codec, text: bytes, max_events: int | None) -> tuple[list[Any], list[int], list[Rejection]]:
+    """Valid events with their places, and the refused ones. The fast way first: all at once, all valid."""
+    try:
+        if codec.name == "JSON" and not text.startswith(b"["):
+            events = codec.event.decode_lines(text)
+        elif text[0] in codec.map_bytes:
+            events = [codec.event.decode(text)]
+        else:
+            events = codec.events.decode(text)
+    except UNREADABLE:
+        return _parse_one_by_one(codec, text, max_events)
+    _check_count(len(events), max_events)
+    return events, list(range(len(events))), []
+
+
+def _parse_one_by_one(
+    codec: Codec, text: bytes, max_events: int | None
+) -> tuple[list[Any], list[int], list[Rejection]]:
+    items = _split(codec, text)
+    _check_count(len(items), max_events)
+    events, places, rejected = [], [], []
+    for index, item in enumerate(items):
+        try:
+            events.append(codec.event.decode(item))
+            places.append(index)
+        except UNREADABLE as error:
+            rejected.append(Rejection(index, *describe(error)))
+    return events, places, rejected
+
+
+def _split(codec: Codec, text: bytes) -> Sequence[bytes | msgspec.Raw]:
+    """The items of an array, or the lines; one that is not well-formed at all is the body's fault, not an event's."""
+    is_lines = codec.name == "JSON" and not text.startswith(b"[")
+    lines = [line for line in text.split(b"\n") if line.strip()] if is_lines else []
+    try:
+        if not is_lines and text[0] not in codec.map_bytes:
+            raws: list[msgspec.Raw] = codec.raws.decode(text)
+            return raws
+        if len(lines) <= 1:
+            codec.raw.decode(text)
+    except UNREADABLE as error:
+        raise _malformed(codec, error) from None
+    return lines or [text]
+
+
+def _malformed(codec: Codec, error: Exception) -> BadEvent:
+    return BadEvent("malformed", f"the body is not valid {codec.name}: {error}")
 
 
 def _list_of(item: Any) -> Any:
