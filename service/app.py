@@ -26,7 +26,7 @@ from service.operations import Operations
 from service.parts import Parts
 from service.proto_wire import Messages
 from service.rest import build_admin_app, build_app
-from service.rpc import RpcServer
+from service.rpc_server import RpcServer
 from service.tls import Certificates
 from service.watched import REFRESH_EVERY_S, Watched
 from service.wire import Requests

@@ -21,7 +21,12 @@ import numpy as np
 import numpy.typing as npt
 from google.rpc import error_details_pb2, status_pb2
 
-from service.embedding_service_pb2 import LookupEmbeddingsRequest
+from service.embedding_service_pb2 import (
+    LookupEmbeddingsRequest,
+    LookupEmbeddingsResponse,
+    StreamLookupRequest,
+    WatchEmbeddingsRequest,
+)
 from service.embedding_service_pb2_grpc import EmbeddingServiceStub
 from service.event_service_pb2 import (
     Event,
@@ -30,6 +35,25 @@ from service.event_service_pb2 import (
     PublishEventStreamRequest,
 )
 from service.event_service_pb2_grpc import EventServiceStub
+from service.model_service_pb2 import (
+    ActivateVersionRequest,
+    ActivateVersionResponse,
+    CreateCheckpointRequest,
+    CreateCheckpointResponse,
+    ForgetEmbeddingRequest,
+    ForgetEmbeddingResponse,
+    GetModelRequest,
+    GetModelResponse,
+    InspectEmbeddingRequest,
+    InspectEmbeddingResponse,
+    ListVersionsRequest,
+    ListVersionsResponse,
+    ReleaseRequest,
+    ReleaseResponse,
+    ResizeTableRequest,
+    ResizeTableResponse,
+)
+from service.model_service_pb2_grpc import ModelServiceStub
 from service.model_stamp_pb2 import ModelStamp
 from service.scoring_service_pb2 import RankRequest, ScoreRequest
 from service.scoring_service_pb2_grpc import ScoringServiceStub
@@ -37,6 +61,7 @@ from service.value_pb2 import Id, IdList, NumberList, Row, Value
 
 Response = TypeVar("Response")
 STATUS_NAMES = ("unknown", "learned", "default")
+OPERATION_S = 120.0  # saving or rolling back a large model takes its time
 STATUS_DETAILS = "grpc-status-details-bin"
 # A lookup's answer may be larger than gRPC's default of 4 MiB. Pings keep a quiet connection through a NAT; the server
 # allows one in 10 s.
@@ -125,6 +150,16 @@ class Looked:
     model: Model
 
 
+@dataclass(frozen=True)
+class Changed:
+    """Hashed ids (int64) whose rows changed or went between two looks; `resync`: some changes may have been missed."""
+
+    changed: npt.NDArray[np.int64]
+    removed: npt.NDArray[np.int64]
+    resync: bool
+    model: Model
+
+
 class Client:
     """Calls one service. Every call raises CallError, and has a deadline."""
 
@@ -138,6 +173,7 @@ class Client:
         self._events = EventServiceStub(self._channel)
         self._embeddings = EmbeddingServiceStub(self._channel)
         self._scoring = ScoringServiceStub(self._channel)
+        self._models = ModelServiceStub(self._channel)
 
     def publish(self, events: Iterable[Mapping[str, Any]]) -> Published:
         """Append events to the log: examples (`features`, `label`) or feature events (`entity`, `id`, `features`).
@@ -192,18 +228,63 @@ class Client:
 
     def lookup(self, table: str, ids: Sequence[str | int]) -> Looked:
         """Rows of ids, in order. An unknown id has the table's default row and says so."""
-        request = LookupEmbeddingsRequest(table=table)
-        for value in ids:
-            _id(value)
-        if all(isinstance(value, str) for value in ids):
-            request.texts.extend(str(value) for value in ids)
-        elif any(isinstance(value, str) for value in ids):
-            request.texts.extend(map(str, ids))  # an integer is hashed as its decimal text
-        else:
-            request.integers.extend(int(value) for value in ids)
-        answer = self._call(self._embeddings.LookupEmbeddings, request)
-        vectors = np.frombuffer(answer.values, "<f4").reshape(-1, answer.dim)
-        return Looked(vectors, [STATUS_NAMES[status] for status in answer.status], _model(answer.model))
+        return _looked(self._call(self._embeddings.LookupEmbeddings, _lookup_request(table, ids)))
+
+    def lookup_stream(self, table: str, batches: Iterable[Sequence[str | int]]) -> Iterator[Looked]:
+        """The same for a long-lived caller: rows for each batch of ids, in order; has no deadline.
+
+        A batch that is refused raises CallError and ends the stream.
+        """
+        messages = (StreamLookupRequest(lookup=_lookup_request(table, ids)) for ids in batches)
+        try:
+            for answer in self._embeddings.StreamLookup(messages, metadata=self._authorization):
+                if answer.HasField("error"):
+                    raise CallError(answer.error.code, answer.error.detail, errors=(), retry_after_s=None)
+                yield _looked(answer.rows)
+        except grpc.RpcError as error:
+            raise _call_error(error) from None
+
+    def watch(self, table: str, *, interval_ms: int = 100) -> Iterator[Changed]:
+        """Ids of a table that change, from now on; the first item has none and says that the watch has begun."""
+        request = WatchEmbeddingsRequest(table=table, interval_ms=interval_ms)
+        try:
+            for answer in self._embeddings.WatchEmbeddings(request, metadata=self._authorization):
+                changed, removed = np.frombuffer(answer.changed, "<i8"), np.frombuffer(answer.removed, "<i8")
+                yield Changed(changed, removed, answer.resync, _model(answer.model))
+        except grpc.RpcError as error:
+            raise _call_error(error) from None
+
+    def model(self) -> GetModelResponse:
+        """State of the live model."""
+        return self._call(self._models.GetModel, GetModelRequest())
+
+    def versions(self) -> ListVersionsResponse:
+        """Kept checkpoints, and what is served."""
+        return self._call(self._models.ListVersions, ListVersionsRequest())
+
+    def activate(self, version: int) -> ActivateVersionResponse:
+        """Serve a kept checkpoint; what is learned meanwhile is not shown until `release`."""
+        return self._call(self._models.ActivateVersion, ActivateVersionRequest(version=version), OPERATION_S)
+
+    def release(self) -> ReleaseResponse:
+        """Show again what is learned."""
+        return self._call(self._models.Release, ReleaseRequest(), OPERATION_S)
+
+    def create_checkpoint(self) -> CreateCheckpointResponse:
+        """Write a checkpoint; returns when it is on disk."""
+        return self._call(self._models.CreateCheckpoint, CreateCheckpointRequest(), OPERATION_S)
+
+    def resize(self, table: str, capacity: int) -> ResizeTableResponse:
+        """Give a table another number of slots; done when the trainer comes to its place in the log."""
+        return self._call(self._models.ResizeTable, ResizeTableRequest(table=table, capacity=capacity))
+
+    def inspect(self, table: str, id_: str | int) -> InspectEmbeddingResponse:
+        """One id: its row, counts and optimizer state."""
+        return self._call(self._models.InspectEmbedding, InspectEmbeddingRequest(table=table, id=_id(id_)))
+
+    def forget(self, table: str, id_: str | int) -> ForgetEmbeddingResponse:
+        """Forget an id everywhere; done when the trainer comes to its place in the log."""
+        return self._call(self._models.ForgetEmbedding, ForgetEmbeddingRequest(table=table, id=_id(id_)))
 
     def close(self) -> None:
         """Close the connection."""
@@ -219,10 +300,11 @@ class Client:
         """Close."""
         self.close()
 
-    def _call(self, method: Callable[..., Response], request: Any) -> Response:
+    def _call(self, method: Callable[..., Response], request: Any, at_least_s: float = 0.0) -> Response:
+        timeout_s = max(self._timeout_s, at_least_s)
         try:
             return method(
-                request, timeout=self._timeout_s, metadata=(("x-request-id", uuid.uuid4().hex), *self._authorization)
+                request, timeout=timeout_s, metadata=(("x-request-id", uuid.uuid4().hex), *self._authorization)
             )
         except grpc.RpcError as error:
             raise _call_error(error) from None
@@ -233,6 +315,24 @@ def _channel(target: str, tls: Tls | None) -> grpc.Channel:
         return grpc.insecure_channel(target, options=OPTIONS)
     credentials = grpc.ssl_channel_credentials(tls.root_certificates, tls.private_key, tls.certificate_chain)
     return grpc.secure_channel(target, credentials, options=OPTIONS)
+
+
+def _lookup_request(table: str, ids: Sequence[str | int]) -> LookupEmbeddingsRequest:
+    request = LookupEmbeddingsRequest(table=table)
+    for value in ids:
+        _id(value)
+    if all(isinstance(value, str) for value in ids):
+        request.texts.extend(str(value) for value in ids)
+    elif any(isinstance(value, str) for value in ids):
+        request.texts.extend(map(str, ids))  # an integer is hashed as its decimal text
+    else:
+        request.integers.extend(int(value) for value in ids)
+    return request
+
+
+def _looked(answer: LookupEmbeddingsResponse) -> Looked:
+    vectors = np.frombuffer(answer.values, "<f4").reshape(-1, answer.dim)
+    return Looked(vectors, [STATUS_NAMES[status] for status in answer.status], _model(answer.model))
 
 
 def _score_request(

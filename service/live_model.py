@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from service.changes import Changes
 from service.errors import ServiceError
 from trainer.entities import RecordLayout
 from trainer.errors import SettingsError, StoreUnavailable, UnsupportedByEventEngine
@@ -130,6 +131,11 @@ class LiveModel:
         layout = self._reader.layout
         section = next(one for one in layout.sections if one.name == row_section(table))
         return section.capacity * layout.num_shards
+
+    def changes(self, table: Table) -> Changes:
+        """What changes in a table from now on."""
+        self._ready()
+        return Changes(self._reader, row_section(table))
 
     def seen(self, table: Table, key: int) -> tuple[int, int] | None:
         """When a hashed id was last seen (s since 1970) and how often; None where there is no row."""

@@ -166,10 +166,12 @@ class Operations:
         older = [info.number for info in await asyncio.to_thread(listing, self._settings.checkpoint_path)]
         return CommandAnswer(stream_id, older)
 
-    async def resize(self, table_name: str, body: bytes) -> CommandAnswer:
+    async def resize(self, table_name: str, capacity: int) -> CommandAnswer:
         """Put into the log that a table gets another capacity."""
         table = self._model.table(table_name)
-        return CommandAnswer(await self._command(Resize(table.name, _capacity(body))))
+        if not MIN_CAPACITY <= capacity <= MAX_CAPACITY:
+            raise ServiceError("invalid", f"capacity: got {capacity}, wanted {MIN_CAPACITY} to {MAX_CAPACITY}")
+        return CommandAnswer(await self._command(Resize(table.name, capacity)))
 
     async def versions(self) -> VersionsAnswer:
         """Kept checkpoints, and what is served."""
@@ -215,16 +217,14 @@ class Operations:
             raise ServiceError(REFUSALS.get(refusal.code, "refused"), refusal.detail) from None
 
 
-def _capacity(body: bytes) -> int:
+def capacity_of(body: bytes) -> int:
+    """The capacity that the body of a resize asks for."""
     try:
-        capacity = msgspec.json.decode(body, type=ResizeRequest).capacity
+        return msgspec.json.decode(body, type=ResizeRequest).capacity
     except msgspec.ValidationError as error:
         raise ServiceError("invalid", f'wanted {{"capacity": n}}: {error}') from None
     except msgspec.DecodeError as error:
         raise ServiceError("malformed", str(error)) from None
-    if not MIN_CAPACITY <= capacity <= MAX_CAPACITY:
-        raise ServiceError("invalid", f"capacity: got {capacity}, wanted {MIN_CAPACITY} to {MAX_CAPACITY}")
-    return capacity
 
 
 def _version(info: SaveInfo, serving: int | None) -> VersionInfo:

@@ -18,6 +18,7 @@ from service.limits import BODY_TYPES, EVENT_TYPES, JSON_TYPES, MSGPACK_TYPES, C
 from service.live_model import Scores
 from service.negotiation import accepted
 from service.openapi_access import with_tokens
+from service.operations import capacity_of
 from service.parts import Parts
 from service.scopes import http_scope
 from service.unpack import is_packed, unpack
@@ -180,7 +181,8 @@ class Face:
     async def resize(self, request: Request) -> Response:
         """Give a table another capacity."""
         body = await self._body(request, JSON_TYPES)
-        return _encoded(await self.parts.operations.resize(request.path_params["table"], body), status=202)
+        capacity = capacity_of(body)
+        return _encoded(await self.parts.operations.resize(request.path_params["table"], capacity), status=202)
 
     async def versions(self, request: Request) -> Response:
         """Kept checkpoints."""

@@ -1,18 +1,16 @@
 """The gRPC face: the same parts, checks and errors as over HTTP. One method of a servicer is one call of a part."""
 
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import grpc
 import grpc.aio
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1.health import aio as health_aio
-from grpc_reflection.v1alpha import reflection
 
 from service import embedding_service_pb2, event_service_pb2, scoring_service_pb2
 from service.embedding_service_pb2 import LookupEmbeddingsRequest, LookupEmbeddingsResponse
-from service.embedding_service_pb2_grpc import EmbeddingServiceServicer, add_EmbeddingServiceServicer_to_server
+from service.embedding_service_pb2_grpc import EmbeddingServiceServicer
 from service.errors import ServiceError, as_service_error, rpc_status
 from service.event_service_pb2 import (
     PublishEventsRequest,
@@ -21,20 +19,14 @@ from service.event_service_pb2 import (
     PublishEventStreamResponse,
     Refusal,
 )
-from service.event_service_pb2_grpc import EventServiceServicer, add_EventServiceServicer_to_server
+from service.event_service_pb2_grpc import EventServiceServicer
 from service.exchange import Exchange
-from service.health import Report
-from service.http_server import HANDSHAKE_S, max_connections
 from service.ingest import now_us
-from service.limits import MAX_IN_FLIGHT
 from service.live_model import Scores
 from service.parts import Parts
 from service.proto_wire import lookup_response, publish_response, rank_response, score_response
-from service.rpc_access import AccessInterceptor
-from service.rpc_tls import server_credentials
 from service.scoring_service_pb2 import RankRequest, RankResponse, ScoreRequest, ScoreResponse
-from service.scoring_service_pb2_grpc import ScoringServiceServicer, add_ScoringServiceServicer_to_server
-from service.tls import Certificates
+from service.scoring_service_pb2_grpc import ScoringServiceServicer
 from trainer.errors import LogError
 
 Reply = TypeVar("Reply")
@@ -59,7 +51,7 @@ class Calls:
 
     async def answer(self, context: Context, route: str, make: Callable[[Exchange], Awaitable[Reply]]) -> Reply:
         """What `make` makes, or the error that it raised."""
-        exchange = Exchange(_metadata(context, "x-request-id"))
+        exchange = Exchange(metadata(context, "x-request-id"))
         status = "CANCELLED"
         try:
             reply = await make(exchange)
@@ -121,13 +113,19 @@ class Embeddings(Calls, EmbeddingServiceServicer):
         """Rows of ids."""
 
         async def make(exchange: Exchange) -> LookupEmbeddingsResponse:
-            table = self.parts.model.table(request.table)
-            rows = self.parts.model.lookup(table, self.parts.messages.ids(request))
-            self.parts.meters.looked_up(table.name, rows.status_N)
-            exchange.stamp = rows.stamp
-            return lookup_response(rows)
+            return self.lookup(request, exchange)
 
         return await self.answer(context, f"/{EMBEDDINGS}/LookupEmbeddings", make)
+
+    def lookup(self, request: LookupEmbeddingsRequest, exchange: Exchange) -> LookupEmbeddingsResponse:
+        """The answer to one lookup."""
+        table = self.parts.model.table(request.table)
+        began_s = time.perf_counter()
+        rows = self.parts.model.lookup(table, self.parts.messages.ids(request))
+        exchange.stage("gather", time.perf_counter() - began_s)
+        self.parts.meters.looked_up(table.name, rows.status_N)
+        exchange.stamp = rows.stamp
+        return lookup_response(rows)
 
 
 class Events(Calls, EventServiceServicer):
@@ -145,7 +143,7 @@ class Events(Calls, EventServiceServicer):
         self, request_iterator: AsyncIterator[PublishEventStreamRequest], context: Context
     ) -> AsyncIterator[PublishEventStreamResponse]:
         """An answer to each message, in order; one message is under way at a time."""
-        exchange = Exchange(_metadata(context, "x-request-id"))
+        exchange = Exchange(metadata(context, "x-request-id"))
         route = f"/{EVENTS}/PublishEventStream"
         async for message in request_iterator:
             one = Exchange(exchange.request_id)
@@ -170,57 +168,15 @@ class Events(Calls, EventServiceServicer):
         return publish_response(await self.parts.ingest.publish(raw, rejected))
 
 
-class RpcServer:
-    """The gRPC server of one worker. Several workers listen on one port (SO_REUSEPORT), the kernel shares it out."""
-
-    def __init__(self, parts: Parts, certificates: Certificates | None = None) -> None:
-        self._health = health_aio.HealthServicer()
-        self._certificates = certificates
-        access = parts.access
-        self._server = grpc.aio.server(
-            interceptors=[] if access is None else [AccessInterceptor(access, parts.meters, abort)],
-            maximum_concurrent_rpcs=MAX_IN_FLIGHT,
-            options=[
-                ("grpc.max_receive_message_length", int(parts.limits.body_bytes)),
-                ("grpc.max_send_message_length", -1),  # what limits allow to ask for may also be answered
-                ("grpc.so_reuseport", 1),
-                ("grpc.server_handshake_timeout_ms", int(1000 * HANDSHAKE_S)),
-                ("grpc.max_allowed_incoming_connections", max_connections()),
-                ("grpc.http2.min_recv_ping_interval_without_data_ms", MIN_PING_INTERVAL_MS),
-                ("grpc.keepalive_permit_without_calls", 1),
-            ],
-        )
-        add_EventServiceServicer_to_server(Events(parts), self._server)
-        add_EmbeddingServiceServicer_to_server(Embeddings(parts), self._server)
-        add_ScoringServiceServicer_to_server(Scoring(parts), self._server)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        names = (EVENTS, EMBEDDINGS, SCORING, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name)
-        reflection.enable_server_reflection((*names, reflection.SERVICE_NAME), self._server)
-
-    async def start(self, host: str, port: int) -> int:
-        """Listen; returns the port (0 takes any)."""
-        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        if self._certificates is None:
-            bound: int = self._server.add_insecure_port(address)
-        else:
-            bound = self._server.add_secure_port(address, server_credentials(self._certificates))
-        await self._server.start()
-        return bound
-
-    async def show(self, report: Report) -> None:
-        """Let grpc.health.v1.Health follow what `/readyz` says; the event service needs the log alone."""
-        reads = report.status != "not_ready"
-        for name, serving in (("", reads), (EMBEDDINGS, reads), (SCORING, reads), (EVENTS, report.ok("log"))):
-            status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
-            await self._health.set(name, status)
-
-    async def stop(self, grace_s: float) -> None:
-        """Say that no more is served, take no new calls, and let those under way finish within `grace_s`."""
-        await self._health.enter_graceful_shutdown()
-        await self._server.stop(grace_s)
+def status_name(answer: ServiceError, exchange: Exchange, error: Exception) -> str:
+    """The gRPC status of an error, for the metrics; one that is ours is logged."""
+    if answer.code == "internal":
+        logger.error("request %s failed", exchange.request_id, exc_info=error)
+    return CODES[answer.kind.grpc].name
 
 
-def _metadata(context: Context, wanted: str) -> str | None:
+def metadata(context: Context, wanted: str) -> str | None:
+    """A value that the caller sent along, if it is text."""
     for name, value in context.invocation_metadata() or ():
         if name == wanted:
             return value if isinstance(value, str) else None

@@ -314,20 +314,20 @@ class ServingSettings(Frozen):
     @property
     def admin_tls(self) -> TlsSettings | None:
         """The admin listener's certificates: none on loopback, where nobody listens in."""
-        return None if _is_loopback(self.admin_host) else self.tls
+        return None if is_loopback(self.admin_host) else self.tls
 
     @model_validator(mode="after")
     def _closed_unless_told(self) -> Self:
         if self.tokens_file is not None and self.insecure_no_auth:
             raise ValueError("tokens_file and insecure_no_auth contradict each other: give one of them")
-        if not _is_loopback(self.host) and self.tokens_file is None and not self.insecure_no_auth:
+        if not is_loopback(self.host) and self.tokens_file is None and not self.insecure_no_auth:
             raise ValueError(
                 f"host {self.host!r} is not a loopback address and there is no authentication: set tokens_file, or "
                 "keep it behind a proxy that authenticates and set insecure_no_auth: true"
             )
-        if not _is_loopback(self.admin_host) and self.tokens_file is None:
+        if not is_loopback(self.admin_host) and self.tokens_file is None:
             raise ValueError(f"admin_host {self.admin_host!r} is not a loopback address: that needs tokens_file")
-        public = [host for host in (self.host, self.admin_host) if not _is_loopback(host)]
+        public = [host for host in (self.host, self.admin_host) if not is_loopback(host)]
         if public and self.tokens_file is not None and self.tls is None and not self.insecure_plaintext:
             raise ValueError(
                 f"tokens would cross the network to {public[0]!r} in clear text: set tls, or keep it behind a proxy "
@@ -336,7 +336,8 @@ class ServingSettings(Frozen):
         return self
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether a listener of that address is reached from this machine alone."""
     return host in {"localhost", "::1"} or host.startswith("127.")
 
 
