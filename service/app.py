@@ -20,6 +20,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from service import catalogue
+from service.admission import Admission
 from service.edge import Edge
 from service.errors import PROBLEM_TYPE, ServiceError, problem_json
 from service.health import Health
@@ -29,6 +30,7 @@ from service.meters import Meters
 from service.operations import Operations
 from service.parts import Parts
 from service.proto_wire import Messages
+from service.quota import Quotas
 from service.rest import build_admin_app, build_app
 from service.rpc import RpcServer
 from service.wire import Requests
@@ -170,6 +172,8 @@ def build_parts(settings: Settings, board: Board, log: AsyncEventLog, probe: Asy
         health=Health(model, probe.ping, settings.metrics_path),
         meters=meters,
         operations=Operations(settings, model, log),
+        admission=Admission(settings.serving.queue),
+        quotas=Quotas(settings.serving.quota),
     )
 
 

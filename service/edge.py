@@ -8,6 +8,7 @@ from service.errors import PROBLEM_TYPE, ServiceError, as_service_error, problem
 from service.exchange import Exchange
 from service.limits import MAX_IN_FLIGHT, Message, Receive, check_length, is_drainable
 from service.meters import Meters
+from service.quota import Quotas, client_key
 from trainer.settings import Limits
 
 Scope = MutableMapping[str, Any]
@@ -15,6 +16,7 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 EXCHANGE = "livebed.exchange"  # where an exchange lies in the ASGI scope
+PROBES = frozenset({"/livez", "/readyz", "/startupz"})  # "not ready" is their answer, not a refusal
 
 logger = logging.getLogger("livebed.service")
 
@@ -22,15 +24,17 @@ logger = logging.getLogger("livebed.service")
 class Edge:
     """Wraps an ASGI application; the only place that knows every request's end."""
 
-    def __init__(self, app: App, meters: Meters, limits: Limits) -> None:
+    def __init__(self, app: App, meters: Meters, limits: Limits, quotas: Quotas) -> None:
         self._app = app
         self._meters = meters
         self._limits = limits
+        self._quotas = quotas
         self._num_in_flight = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request; what is not HTTP is refused by the server already."""
         exchange = Exchange(_header(scope, b"x-request-id"))
+        exchange.client = client_key(None, scope["client"][0] if scope["client"] else "")
         scope[EXCHANGE] = exchange
         reply = _Reply(exchange, send)
         self._num_in_flight += 1
@@ -43,6 +47,8 @@ class Edge:
             await self._answer_error(error, scope, reply)
         finally:
             self._num_in_flight -= 1
+            exchange.finish()
+            self._quotas.charge(exchange.client, exchange.num_items)
             self._count(exchange, reply.status)
 
     async def _answer_error(self, error: Exception, scope: Scope, reply: "_Reply") -> None:
@@ -59,7 +65,7 @@ class Edge:
 
     def _count(self, exchange: Exchange, status: int) -> None:
         self._meters.request(face="http", route=exchange.route, code=str(status), duration_s=exchange.elapsed_s)
-        if exchange.code is not None:
+        if exchange.code is not None and exchange.route not in PROBES:
             self._meters.refused(exchange.code)
 
 
@@ -85,8 +91,8 @@ def problem_reply(error: ServiceError, scope: Scope, **more: Any) -> tuple[int, 
     exchange.code = error.code
     body = problem_json(error, request_id=exchange.request_id, instance=scope["path"], **more)
     headers = {"content-type": PROBLEM_TYPE, "content-length": str(len(body))}
-    if error.kind.retry_after_s is not None:
-        headers["retry-after"] = str(error.kind.retry_after_s)
+    if error.retry_after_s is not None:
+        headers["retry-after"] = str(error.retry_after_s)
     if error.code == "too_large" and error.limit is not None and not is_drainable(scope["headers"], error.limit[1]):
         headers["connection"] = "close"
     return error.kind.http, headers, body

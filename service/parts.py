@@ -2,12 +2,14 @@
 
 from dataclasses import dataclass
 
+from service.admission import Admission
 from service.health import Health
 from service.ingest import Ingest
 from service.live_model import LiveModel
 from service.meters import Meters
 from service.operations import Operations
 from service.proto_wire import Messages
+from service.quota import Quotas
 from service.wire import Requests
 from trainer.schema import Schema
 from trainer.settings import Limits, Settings
@@ -26,6 +28,8 @@ class Parts:
     health: Health
     meters: Meters
     operations: Operations
+    admission: Admission
+    quotas: Quotas
 
     @property
     def limits(self) -> Limits:

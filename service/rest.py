@@ -10,9 +10,10 @@ from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 
 from service import answers, catalogue, openapi
+from service.admission import Lane
 from service.edge import EXCHANGE, Edge, problem_reply
 from service.errors import ServiceError, as_service_error
-from service.exchange import Exchange
+from service.exchange import Exchange, wanted_timeout_s
 from service.limits import EVENT_TYPES, JSON_TYPES, ClientGone, check_type, read_body
 from service.live_model import Scores
 from service.negotiation import accepted
@@ -37,7 +38,7 @@ def build_app(parts: Parts) -> Edge:
     face = Face(parts)
     for path, method, handler in face.routes():
         _add_route(app, path, method, handler)
-    return Edge(app, parts.meters, parts.limits)
+    return Edge(app, parts.meters, parts.limits, parts.quotas)
 
 
 def build_admin_app(parts: Parts) -> Edge:
@@ -53,7 +54,7 @@ def build_admin_app(parts: Parts) -> Edge:
     _add_route(app, "/metrics", "GET", metrics)
     for path, method, handler in face.admin_routes():
         _add_route(app, path, method, handler)
-    return Edge(app, parts.meters, parts.limits)
+    return Edge(app, parts.meters, parts.limits, parts.quotas)
 
 
 def _add_route(app: FastAPI, path: str, method: str, handler: Handler) -> None:
@@ -104,15 +105,17 @@ class Face:
 
     async def events(self, request: Request) -> Response:
         """Append events to the log."""
-        body = await self._body(request, EVENT_TYPES)
+        body = await self._body(request, EVENT_TYPES, self.parts.admission.writes)
         raw, rejected = self._parse_events(body)
-        published = await self.parts.ingest.publish(raw, rejected)
+        exchange = _exchange(request)
+        exchange.num_items = raw.inputs.count + len(rejected)
+        published = await self.parts.ingest.publish(raw, rejected, exchange)
         return _json(answers.publish_json(published), status=202)
 
     async def score(self, request: Request) -> Response:
         """Score candidates."""
         accepted(request.headers.get("accept"), JSON)
-        body = await self._body(request, JSON_TYPES)
+        body = await self._body(request, JSON_TYPES, self.parts.admission.reads)
         scores = self.parts.model.score(self.parts.requests.score(body))
         exchange = _answered(request, scores)
         return _json(answers.score_json(scores, request_id=exchange.request_id))
@@ -120,7 +123,7 @@ class Face:
     async def rank(self, request: Request) -> Response:
         """Rank candidates."""
         accepted(request.headers.get("accept"), JSON)
-        body = await self._body(request, JSON_TYPES)
+        body = await self._body(request, JSON_TYPES, self.parts.admission.reads)
         candidates, top_k = self.parts.requests.rank(body)
         scores = self.parts.model.score(candidates)
         exchange = _answered(request, scores)
@@ -129,11 +132,14 @@ class Face:
     async def lookup(self, request: Request) -> Response:
         """Rows of ids."""
         kind = accepted(request.headers.get("accept"), [answers.JSON_TYPE, answers.BINARY_TYPE])
-        body = await self._body(request, JSON_TYPES)
+        body = await self._body(request, JSON_TYPES, self.parts.admission.reads)
         table = self.parts.model.table(request.path_params["table"])
         rows = self.parts.model.lookup(table, self.parts.requests.lookup(body))
         self.parts.meters.looked_up(table.name, rows.status_N)
-        _exchange(request).stamp = rows.stamp
+        exchange = _exchange(request)
+        exchange.stamp = rows.stamp
+        exchange.num_items = len(rows.status_N)
+        exchange.check_deadline()
         if kind == answers.JSON_TYPE:
             return _json(answers.lookup_json(rows))
         shape = {"x-embedding-dim": str(table.width), "x-embedding-count": str(len(rows.status_N))}
@@ -151,7 +157,7 @@ class Face:
 
     async def resize(self, request: Request) -> Response:
         """Give a table another capacity."""
-        body = await self._body(request, JSON_TYPES)
+        body = await self._body(request, JSON_TYPES, None)
         return _encoded(await self.parts.operations.resize(request.path_params["table"], body), status=202)
 
     async def versions(self, request: Request) -> Response:
@@ -202,11 +208,18 @@ class Face:
             raise ServiceError("not_ready", self.parts.health.attach_problem)
         return _json(b'{"status":"ok"}')
 
-    async def _body(self, request: Request, types: frozenset[bytes]) -> bytes:
+    async def _body(self, request: Request, types: frozenset[bytes], lane: Lane | None) -> bytes:
+        """The body, once it is there and it is this request's turn in its lane; None: it takes no turn."""
         exchange = _exchange(request)
+        exchange.limit(wanted_timeout_s(request.headers.get("x-request-timeout-ms"), self._timeout_s))
+        if lane is not None:
+            self.parts.quotas.check(exchange.client)
         content_type = request.headers.get("content-type")
         check_type(content_type.encode("latin-1") if content_type is not None else None, types)
-        body = await read_body(request.receive, self.parts.limits, timeout_s=self._timeout_s)
+        body = await read_body(request.receive, self.parts.limits, timeout_s=exchange.timeout_s)
+        waited = lane is not None and await self.parts.admission.enter(exchange, lane, len(body))
+        if waited and await request.is_disconnected():
+            raise ClientGone
         waited_s = exchange.elapsed_s
         exchange.stage("queue", waited_s)
         self.parts.meters.queue_wait.observe(waited_s)
@@ -226,6 +239,8 @@ def _exchange(request: Request) -> Exchange:
 def _answered(request: Request, scores: Scores) -> Exchange:
     exchange = _exchange(request)
     exchange.stamp = scores.stamp
+    exchange.num_items = len(scores.probabilities_B)
+    exchange.check_deadline()
     exchange.stage("gather", scores.gather_s)
     exchange.stage("model", scores.model_s)
     return exchange
@@ -258,6 +273,7 @@ def _error_handlers() -> dict[Any, Any]:
         return response
 
     async def gone(request: Request, error: ClientGone) -> Response:
+        _exchange(request).code = "client_gone"
         return Response(status_code=CLIENT_GONE)
 
     return {LivebedError: ours, Exception: ours, HTTPException: routing, ClientGone: gone}

@@ -11,6 +11,7 @@ from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 
 from service import embedding_service_pb2, event_service_pb2, scoring_service_pb2
+from service.admission import Lane
 from service.embedding_service_pb2 import LookupEmbeddingsRequest, LookupEmbeddingsResponse
 from service.embedding_service_pb2_grpc import EmbeddingServiceServicer, add_EmbeddingServiceServicer_to_server
 from service.errors import ServiceError, as_service_error, rpc_status
@@ -29,6 +30,7 @@ from service.limits import MAX_IN_FLIGHT
 from service.live_model import Scores
 from service.parts import Parts
 from service.proto_wire import lookup_response, publish_response, rank_response, score_response
+from service.quota import client_key
 from service.scoring_service_pb2 import RankRequest, RankResponse, ScoreRequest, ScoreResponse
 from service.scoring_service_pb2_grpc import ScoringServiceServicer, add_ScoringServiceServicer_to_server
 from trainer.errors import LogError
@@ -53,12 +55,23 @@ class Calls:
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
 
-    async def answer(self, context: Context, route: str, make: Callable[[Exchange], Awaitable[Reply]]) -> Reply:
-        """What `make` makes, or the error that it raised."""
-        exchange = Exchange(_metadata(context, "x-request-id"))
+    async def answer(
+        self,
+        context: Context,
+        route: str,
+        make: Callable[[Exchange], Awaitable[Reply]],
+        *,
+        size: int = 0,
+        lane: Lane | None = None,
+    ) -> Reply:
+        """What `make` makes, or the error that it raised. `size` is the request's, in bytes; no `lane` means reads."""
+        exchange = self.exchange(context, route)
         status = "CANCELLED"
         try:
+            await self.enter(exchange, lane or self.parts.admission.reads, size)
             reply = await make(exchange)
+            if lane is not self.parts.admission.writes:
+                exchange.check_deadline()
             status = "OK"
         except Exception as error:
             answer = as_service_error(error)
@@ -68,9 +81,31 @@ class Calls:
             self.parts.meters.refused(answer.code)
             await abort(context, answer, exchange)
         finally:
+            self.leave(exchange)
             self.parts.meters.request(face="grpc", route=route, code=status, duration_s=exchange.elapsed_s)
         context.set_trailing_metadata(tuple(exchange.headers()))
         return reply
+
+    def exchange(self, context: Context, route: str) -> Exchange:
+        """Begin one call, with the caller's deadline or ours."""
+        exchange = Exchange(_metadata(context, "x-request-id"))
+        exchange.route = route
+        exchange.client = client_key(None, context.peer())
+        remaining_s = context.time_remaining()
+        longest_s = self.parts.settings.serving.request_timeout_s
+        exchange.limit(longest_s if remaining_s is None else min(remaining_s, longest_s))
+        return exchange
+
+    async def enter(self, exchange: Exchange, lane: Lane, size: int) -> None:
+        """Return when it is the request's turn. Raises ServiceError. One whose caller has gone is cancelled by gRPC."""
+        self.parts.quotas.check(exchange.client)
+        await self.parts.admission.enter(exchange, lane, size)
+        self.parts.meters.queue_wait.observe(exchange.elapsed_s)
+
+    def leave(self, exchange: Exchange) -> None:
+        """The request is over, however it went."""
+        exchange.finish()
+        self.parts.quotas.charge(exchange.client, exchange.num_items)
 
 
 async def abort(context: Context, error: ServiceError, exchange: Exchange) -> NoReturn:
@@ -90,7 +125,7 @@ class Scoring(Calls, ScoringServiceServicer):
             scores = self._scores(request, exchange)
             return score_response(scores, request_id=exchange.request_id)
 
-        return await self.answer(context, f"/{SCORING}/Score", make)
+        return await self.answer(context, f"/{SCORING}/Score", make, size=request.ByteSize())
 
     async def Rank(self, request: RankRequest, context: Context) -> RankResponse:
         """The best candidates."""
@@ -100,11 +135,12 @@ class Scoring(Calls, ScoringServiceServicer):
             scores = self._scores(request.score, exchange)
             return rank_response(scores, scores.best(top_k), request_id=exchange.request_id)
 
-        return await self.answer(context, f"/{SCORING}/Rank", make)
+        return await self.answer(context, f"/{SCORING}/Rank", make, size=request.ByteSize())
 
     def _scores(self, request: ScoreRequest, exchange: Exchange) -> Scores:
         scores = self.parts.model.score(self.parts.messages.candidates(request))
         exchange.stamp = scores.stamp
+        exchange.num_items = len(scores.probabilities_B)
         exchange.stage("gather", scores.gather_s)
         exchange.stage("model", scores.model_s)
         return scores
@@ -121,9 +157,10 @@ class Embeddings(Calls, EmbeddingServiceServicer):
             rows = self.parts.model.lookup(table, self.parts.messages.ids(request))
             self.parts.meters.looked_up(table.name, rows.status_N)
             exchange.stamp = rows.stamp
+            exchange.num_items = len(rows.status_N)
             return lookup_response(rows)
 
-        return await self.answer(context, f"/{EMBEDDINGS}/LookupEmbeddings", make)
+        return await self.answer(context, f"/{EMBEDDINGS}/LookupEmbeddings", make, size=request.ByteSize())
 
 
 class Events(Calls, EventServiceServicer):
@@ -133,20 +170,24 @@ class Events(Calls, EventServiceServicer):
         """Append events to the log."""
 
         async def make(exchange: Exchange) -> PublishEventsResponse:
-            return await self._publish(request)
+            return await self._publish(request, exchange)
 
-        return await self.answer(context, f"/{EVENTS}/PublishEvents", make)
+        writes = self.parts.admission.writes
+        return await self.answer(context, f"/{EVENTS}/PublishEvents", make, size=request.ByteSize(), lane=writes)
 
     async def PublishEventStream(
         self, request_iterator: AsyncIterator[PublishEventStreamRequest], context: Context
     ) -> AsyncIterator[PublishEventStreamResponse]:
         """An answer to each message, in order; one message is under way at a time."""
-        exchange = Exchange(_metadata(context, "x-request-id"))
         route = f"/{EVENTS}/PublishEventStream"
+        exchange = self.exchange(context, route)
         async for message in request_iterator:
             one = Exchange(exchange.request_id)
+            one.route, one.client = route, exchange.client
+            one.limit(self.parts.settings.serving.request_timeout_s)
             try:
-                yield PublishEventStreamResponse(published=await self._publish(message.publish))
+                await self.enter(one, self.parts.admission.writes, message.ByteSize())
+                yield PublishEventStreamResponse(published=await self._publish(message.publish, one))
                 status = "OK"
             except LogError as error:
                 answer = as_service_error(error)
@@ -159,11 +200,14 @@ class Events(Calls, EventServiceServicer):
                     logger.error("request %s failed", exchange.request_id, exc_info=error)
                 self.parts.meters.refused(answer.code)
                 yield PublishEventStreamResponse(error=Refusal(code=answer.code, detail=answer.detail))
+            finally:
+                self.leave(one)
             self.parts.meters.request(face="grpc", route=route, code=status, duration_s=one.elapsed_s)
 
-    async def _publish(self, request: PublishEventsRequest) -> PublishEventsResponse:
+    async def _publish(self, request: PublishEventsRequest, exchange: Exchange) -> PublishEventsResponse:
         raw, rejected = self.parts.messages.events(request, now_us())
-        return publish_response(await self.parts.ingest.publish(raw, rejected))
+        exchange.num_items = raw.inputs.count + len(rejected)
+        return publish_response(await self.parts.ingest.publish(raw, rejected, exchange))
 
 
 class RpcServer:

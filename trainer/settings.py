@@ -278,6 +278,20 @@ class Limits(Frozen):
     top_k: int = Field(1000, ge=1)
 
 
+class QueueSettings(Frozen):
+    """Estimated work that may wait for its turn in a worker; what comes beyond it is refused (`overloaded`)."""
+
+    read_ms: float = Field(500.0, gt=0)  # scores, ranks, lookups
+    write_ms: float = Field(1000.0, gt=0)  # events
+
+
+class QuotaSettings(Frozen):
+    """What one client may ask for, in ids, candidates and events; each worker counts for itself."""
+
+    ids_per_s: float | None = Field(None, gt=0)  # none: no quota
+    burst: int = Field(10_000, ge=1)  # what may be asked for at once after a pause
+
+
 class ServingSettings(Frozen):
     """Where the service listens, and with how many processes."""
 
@@ -287,8 +301,10 @@ class ServingSettings(Frozen):
     grpc_port: int = Field(50051, ge=0, le=65535)
     workers: int = Field(1, ge=1, le=64)
     insecure_no_auth: bool = False
-    request_timeout_s: float = Field(5.0, gt=0)
+    request_timeout_s: float = Field(5.0, gt=0)  # the longest that a request may take; it may ask for less
     limits: Limits = Limits()
+    queue: QueueSettings = QueueSettings()
+    quota: QuotaSettings = QuotaSettings()
 
     @model_validator(mode="after")
     def _loopback_unless_told(self) -> Self:
