@@ -6,7 +6,8 @@ before a socket is looked at again: a flood of events would stand before each sc
     1. a request says how large it is; what that costs is estimated from what such requests have taken so far
     2. it begins at once if nothing of its lane waits and this turn of the loop has time left; a large write never does
     3. else it waits in its lane, or is refused (`overloaded`) when the lane's budget of waiting work is spent
-    4. each turn of the loop: reads for SLICE_S, then one write; then sockets are read again
+    4. each turn of the loop: reads for SLICE_S, every other turn one write; then sockets are read again. While there
+       are reads, a write that waited is followed by a rest, so that such writes have a third of the time at most
     5. who has waited past the deadline, or has gone, does no work
 
 Where else something waits: connections in the kernel's queue (`ports.BACKLOG`), bytes in socket buffers, and events on
@@ -14,6 +15,7 @@ their way into the log (`AsyncEventLog`, 16 MiB, then `overloaded`).
 """
 
 import asyncio
+import math
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -29,6 +31,8 @@ SLICE_S: Final = 0.002
 SMALL_WRITE_S: Final = 0.0002  # a write that takes less need not let reads go first
 FIRST_GUESS_S: Final = 50e-9  # a byte, before anything was measured
 REQUEST_BYTES: Final = 2048  # what a request costs beside its body, in bytes of one
+REST: Final = 2.0  # after a write that waited, in times of what it took
+READS_ARE_RECENT_S: Final = 0.05  # after the last read so long, writes need not rest
 SMOOTHING: Final = 0.05  # weight of the newest measurement
 MAX_SURPRISE: Final = 4.0  # one pause of the machine must not be taken for the price of a request
 
@@ -52,18 +56,19 @@ class _Waiting:
 class Work:
     """One request that was let in; `done` once it no longer holds the loop."""
 
-    __slots__ = ("_began_s", "_pace", "_size")
+    __slots__ = ("_pace", "_size", "began_s", "took_s")
 
     def __init__(self, pace: "Pace", size: int) -> None:
-        self._pace: Pace | None = pace
+        self._pace = pace
         self._size = size
-        self._began_s = time.perf_counter()
+        self.began_s = time.perf_counter()
+        self.took_s = 0.0  # zero: not done yet
 
     def done(self) -> None:
         """Measure it, the first time that this is called."""
-        if self._pace is not None:
-            self._pace.learn(self._size, time.perf_counter() - self._began_s)
-            self._pace = None
+        if not self.took_s:
+            self.took_s = time.perf_counter() - self.began_s
+            self._pace.learn(self._size, self.took_s)
 
 
 class Pace:
@@ -96,6 +101,10 @@ class Admission:
         self._paces: dict[str, Pace] = {}
         self._begun_s = 0.0  # estimated work begun in this turn of the loop
         self._has_turn = False  # whether the next turn is arranged
+        self._wrote = False  # whether a write that waited has begun in the last turn
+        self._last_read_s = -math.inf
+        self._last_write: Work | None = None  # of those that waited
+        self._rest: asyncio.TimerHandle | None = None  # while the next of them lets reads go first
 
     async def enter(self, exchange: Exchange, lane: Lane, size: int) -> bool:
         """Return when the request may begin: whether it had to wait. `exchange.finish` ends what begins here.
@@ -114,6 +123,10 @@ class Admission:
             self._arrange_turn()
         exchange.check_deadline()
         exchange.work = Work(pace, size)
+        if lane is self.reads:
+            self._last_read_s = exchange.work.began_s
+        elif waits:
+            self._last_write = exchange.work
         return waits
 
     def _may_begin(self, lane: Lane, cost_s: float) -> bool:
@@ -142,11 +155,37 @@ class Admission:
     def _turn(self) -> None:
         self._has_turn = False
         self._begun_s = 0.0
+        if self.reads.waiting:
+            self._last_read_s = time.perf_counter()
         while self.reads.waiting and self._begun_s < SLICE_S:
             self._begin_next(self.reads)
-        self._begin_next(self.writes)
+        if self._wrote:  # what came while that write held the loop is seen in the next turn, before another write
+            self._wrote = False
+            self._arrange_turn()
+        elif self.writes.waiting and self._rest is None:
+            self._begin_write()
         if self._begun_s:
             self._arrange_turn()
+
+    def _begin_write(self) -> None:
+        rest_s = self._rest_s()
+        if rest_s > 0:
+            self._rest = asyncio.get_running_loop().call_later(rest_s, self._end_rest)
+        else:
+            self._wrote = True
+            self._begin_next(self.writes)
+
+    def _end_rest(self) -> None:
+        self._rest = None
+        self._arrange_turn()
+
+    def _rest_s(self) -> float:
+        """How long the next write that waits has to let reads go first."""
+        now_s = time.perf_counter()
+        last = self._last_write
+        if last is None or now_s - self._last_read_s > READS_ARE_RECENT_S:
+            return 0.0
+        return last.began_s + last.took_s + REST * last.took_s - now_s
 
     def _begin_next(self, lane: Lane) -> None:
         """Wake the first that still wants its turn."""

@@ -133,8 +133,11 @@ class Worker:
         return True
 
     async def _watch(self) -> None:
-        while True:
+        # Looked at, too, because the client of the log can swallow a cancellation that comes with its answer.
+        while not self._stop.is_set():
             report = await self.parts.health.report()
+            if self._stop.is_set():
+                return
             await self._rpc.show(report)
             if self.parts.health.started and report.ok("canary"):
                 age_ms = self.parts.model.stamp().age_ms

@@ -14,7 +14,7 @@ from service.admission import Lane
 from service.edge import EXCHANGE, Edge, problem_reply
 from service.errors import ServiceError, as_service_error
 from service.exchange import Exchange, wanted_timeout_s
-from service.limits import EVENT_TYPES, JSON_TYPES, ClientGone, check_type, read_body
+from service.limits import EVENT_TYPES, JSON_TYPES, ClientGone, check_type, is_gone, read_body
 from service.live_model import Scores
 from service.negotiation import accepted
 from service.parts import Parts
@@ -218,7 +218,7 @@ class Face:
         check_type(content_type.encode("latin-1") if content_type is not None else None, types)
         body = await read_body(request.receive, self.parts.limits, timeout_s=exchange.timeout_s)
         waited = lane is not None and await self.parts.admission.enter(exchange, lane, len(body))
-        if waited and await request.is_disconnected():
+        if waited and is_gone(request.receive):
             raise ClientGone
         waited_s = exchange.elapsed_s
         exchange.stage("queue", waited_s)
