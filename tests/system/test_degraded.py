@@ -146,13 +146,14 @@ def test_a_worker_killed_under_load_costs_its_own_connections_alone(running: Run
     assert len(broken) <= len(clients)
 
 
-def test_a_run_directory_that_cannot_be_written_ends_the_start_with_a_sentence(tmp_path: Path) -> None:
-    occupied = tmp_path / "run"
+@pytest.mark.parametrize("name", ["run", "data"])
+def test_a_directory_that_cannot_be_used_ends_the_start_with_a_sentence(tmp_path: Path, name: str) -> None:
+    occupied = tmp_path / name
     occupied.write_text("a file where a directory is wanted")
     start = Running(tmp_path)
     began_s = time.monotonic()
     with pytest.raises(AssertionError, match="livebed up ended with 1") as raised, start:
         pass
     assert time.monotonic() - began_s < 20
-    assert str(occupied) in str(raised.value)
+    assert f"{name}_dir: cannot use {occupied}" in str(raised.value)
     assert "Traceback" not in start.log
