@@ -31,6 +31,7 @@ from service.operations import Operations
 from service.parts import Parts
 from service.proto_wire import Messages
 from service.quota import Quotas
+from service.request_log import RequestLog
 from service.rest import build_admin_app, build_app
 from service.rpc import RpcServer
 from service.wire import Requests
@@ -177,6 +178,7 @@ def build_parts(settings: Settings, board: Board, log: AsyncEventLog, probe: Asy
         operations=Operations(settings, model, log),
         admission=Admission(settings.serving.queue),
         quotas=Quotas(settings.serving.quota),
+        request_log=RequestLog(settings.serving.slow_request_ms),
     )
 
 

@@ -1,6 +1,5 @@
 """The outermost ASGI layer: request ids, limits, headers, metrics, and an answer in our grammar whatever happens."""
 
-import logging
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
@@ -9,6 +8,7 @@ from service.exchange import Exchange
 from service.limits import MAX_IN_FLIGHT, Message, Receive, check_length, is_drainable
 from service.meters import Meters
 from service.quota import Quotas, client_key
+from service.request_log import RequestLog
 from trainer.settings import Limits
 
 Scope = MutableMapping[str, Any]
@@ -18,17 +18,16 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 EXCHANGE = "livebed.exchange"  # where an exchange lies in the ASGI scope
 PROBES = frozenset({"/livez", "/readyz", "/startupz"})  # "not ready" is their answer, not a refusal
 
-logger = logging.getLogger("livebed.service")
-
 
 class Edge:
     """Wraps an ASGI application; the only place that knows every request's end."""
 
-    def __init__(self, app: App, meters: Meters, limits: Limits, quotas: Quotas) -> None:
+    def __init__(self, app: App, meters: Meters, limits: Limits, *, quotas: Quotas, request_log: RequestLog) -> None:
         self._app = app
         self._meters = meters
         self._limits = limits
         self._quotas = quotas
+        self._log = request_log
         self._num_in_flight = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -50,12 +49,14 @@ class Edge:
             exchange.finish()
             self._quotas.charge(exchange.client, exchange.num_items)
             self._count(exchange, reply.status)
+            if exchange.elapsed_s > self._log.slow_s:
+                self._log.slow(exchange, status=str(reply.status), traceparent=_header(scope, b"traceparent"))
 
     async def _answer_error(self, error: Exception, scope: Scope, reply: "_Reply") -> None:
         """An error that no handler of the application has turned into an answer."""
         answer = as_service_error(error)
         if answer.code == "internal":
-            logger.error("request %s failed", scope[EXCHANGE].request_id, exc_info=error)
+            self._log.failed(scope[EXCHANGE], error, traceparent=_header(scope, b"traceparent"))
         if reply.status:  # the reply has begun: the server closes the connection
             return
         status, headers, body = problem_reply(answer, scope)

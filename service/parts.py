@@ -10,6 +10,7 @@ from service.meters import Meters
 from service.operations import Operations
 from service.proto_wire import Messages
 from service.quota import Quotas
+from service.request_log import RequestLog
 from service.wire import Requests
 from trainer.schema import Schema
 from trainer.settings import Limits, Settings
@@ -30,6 +31,7 @@ class Parts:
     operations: Operations
     admission: Admission
     quotas: Quotas
+    request_log: RequestLog
 
     @property
     def limits(self) -> Limits:

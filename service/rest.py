@@ -38,7 +38,7 @@ def build_app(parts: Parts) -> Edge:
     face = Face(parts)
     for path, method, handler in face.routes():
         _add_route(app, path, method, handler)
-    return Edge(app, parts.meters, parts.limits, parts.quotas)
+    return Edge(app, parts.meters, parts.limits, quotas=parts.quotas, request_log=parts.request_log)
 
 
 def build_admin_app(parts: Parts) -> Edge:
@@ -54,7 +54,7 @@ def build_admin_app(parts: Parts) -> Edge:
     _add_route(app, "/metrics", "GET", metrics)
     for path, method, handler in face.admin_routes():
         _add_route(app, path, method, handler)
-    return Edge(app, parts.meters, parts.limits, parts.quotas)
+    return Edge(app, parts.meters, parts.limits, quotas=parts.quotas, request_log=parts.request_log)
 
 
 def _add_route(app: FastAPI, path: str, method: str, handler: Handler) -> None:

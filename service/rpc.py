@@ -1,6 +1,5 @@
 """The gRPC face: the same parts, checks and errors as over HTTP. One method of a servicer is one call of a part."""
 
-import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, NoReturn, TypeAlias, TypeVar
 
@@ -46,8 +45,6 @@ STATUS_DETAILS = "grpc-status-details-bin"  # where clients look for google.rpc.
 CODES: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
 MIN_PING_INTERVAL_MS = 10_000  # clients that ping more often are told to go away
 
-logger = logging.getLogger("livebed.service")
-
 
 class Calls:
     """Answers calls: request ids, timings, metrics and errors in one place."""
@@ -77,12 +74,14 @@ class Calls:
             answer = as_service_error(error)
             status = CODES[answer.kind.grpc].name
             if answer.code == "internal":
-                logger.error("request %s failed", exchange.request_id, exc_info=error)
+                self.parts.request_log.failed(exchange, error, traceparent=_metadata(context, "traceparent"))
             self.parts.meters.refused(answer.code)
             await abort(context, answer, exchange)
         finally:
             self.leave(exchange)
             self.parts.meters.request(face="grpc", route=route, code=status, duration_s=exchange.elapsed_s)
+            if exchange.elapsed_s > self.parts.request_log.slow_s:
+                self.parts.request_log.slow(exchange, status=status, traceparent=_metadata(context, "traceparent"))
         context.set_trailing_metadata(tuple(exchange.headers()))
         return reply
 
@@ -197,7 +196,7 @@ class Events(Calls, EventServiceServicer):
                 answer = as_service_error(error)
                 status = CODES[answer.kind.grpc].name
                 if answer.code == "internal":
-                    logger.error("request %s failed", exchange.request_id, exc_info=error)
+                    self.parts.request_log.failed(exchange, error, traceparent=_metadata(context, "traceparent"))
                 self.parts.meters.refused(answer.code)
                 yield PublishEventStreamResponse(error=Refusal(code=answer.code, detail=answer.detail))
             finally:

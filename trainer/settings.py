@@ -17,7 +17,7 @@ from trainer.errors import SettingsError
 
 ENVIRONMENT_PREFIX = "LIVEBED_"
 # Short names that people already have in their environment, and the CLI's own, which are no settings.
-ENVIRONMENT_ALIASES = {"REDIS_URL": "STREAM__URL"}
+ENVIRONMENT_ALIASES = {"REDIS_URL": "STREAM__URL", "LOG": "LOGGING__FORMAT"}
 ENVIRONMENT_IGNORED = frozenset({"CONFIG", "URL"})
 TIME_INPUT = "$time"  # a feature whose source is this reads the event's own time, in ms since 1970 UTC
 
@@ -278,6 +278,12 @@ class Limits(Frozen):
     top_k: int = Field(1000, ge=1)
 
 
+class LoggingSettings(Frozen):
+    """How all processes log, on standard error."""
+
+    format: Literal["text", "json"] = "text"
+
+
 class QueueSettings(Frozen):
     """Estimated work that may wait for its turn in a worker; what comes beyond it is refused (`overloaded`)."""
 
@@ -305,6 +311,7 @@ class ServingSettings(Frozen):
     limits: Limits = Limits()
     queue: QueueSettings = QueueSettings()
     quota: QuotaSettings = QuotaSettings()
+    slow_request_ms: float | None = Field(None, gt=0)  # requests that take longer are logged; none: none is
 
     @model_validator(mode="after")
     def _loopback_unless_told(self) -> Self:
@@ -336,6 +343,7 @@ class Settings(Frozen):
     store: StoreSettings = StoreSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     serving: ServingSettings = ServingSettings()
+    logging: LoggingSettings = LoggingSettings()
 
     @classmethod
     def load(

@@ -9,30 +9,16 @@ from service.client import Client
 from service.keepalive import KeepAlive
 from tests.system.running import Running, system
 
+# fmt: off
 PROMISED = [
-    "event_to_visible_seconds",
-    "model_age_seconds",
-    "request_duration_seconds",
-    "queue_wait_seconds",
-    "rejected_requests_total",
-    "embedding_lookups_total",
-    "table_rows",
-    "table_bytes",
-    "evictions_total",
-    "events_received_total",
-    "events_accepted_total",
-    "events_duplicate_total",
-    "events_rejected_total",
-    "events_applied_total",
-    "stream_lag_entries",
-    "dead_letter_total",
-    "progressive_logloss",
-    "progressive_auc",
-    "calibration_ratio",
-    "guard_held_total",
-    "checkpoint_duration_seconds",
-    "build_info",
+    "event_to_visible_seconds", "model_age_seconds", "request_duration_seconds", "queue_wait_seconds",
+    "rejected_requests_total", "embedding_lookups_total", "table_rows", "table_bytes",
+    "evictions_total", "events_received_total", "events_accepted_total", "events_duplicate_total",
+    "events_rejected_total", "events_applied_total", "stream_lag_entries", "dead_letter_total",
+    "progressive_logloss", "progressive_auc", "calibration_ratio", "guard_held_total",
+    "checkpoint_duration_seconds", "build_info",
 ]
+# fmt: on
 EVENTS = (
     b'[{"features": {"user_id": 1, "video_id": 1}, "label": 1, "event_id": "a%d"},'
     b' {"features": {"user_id": 1, "video_id": 2}, "label": 0, "event_id": "a%d"},'
