@@ -21,7 +21,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from service import catalogue
 from service.admission import Admission
-from service.edge import Edge
+from service.edge import App
 from service.errors import PROBLEM_TYPE, ServiceError, problem_json
 from service.health import Health
 from service.ingest import Ingest
@@ -34,6 +34,8 @@ from service.quota import Quotas
 from service.request_log import RequestLog
 from service.rest import build_admin_app, build_app
 from service.rpc import RpcServer
+from service.rpc_tracing import TracedCalls
+from service.tracing import Tracing
 from service.wire import Requests
 from trainer import entities, events, hashing, live, scorer
 from trainer.board import Board
@@ -70,9 +72,11 @@ class Worker:
         self._board = Board.open(settings.metrics_path, f"service-{worker}")
         self._log, self._probe = _event_log(settings, TIMEOUT_S), _event_log(settings, PING_TIMEOUT_S)
         self.parts = build_parts(settings, self._board, self._log, self._probe)
-        self._http = _server(build_app(self.parts))
+        self._tracing = Tracing.start(settings, f"service-{worker}")
+        app: App = build_app(self.parts)
+        self._http = _server(app if self._tracing is None else self._tracing.traced(app))
         self._admin = _server(build_admin_app(self.parts))
-        self._rpc = RpcServer(self.parts)
+        self._rpc = RpcServer(self.parts, [] if self._tracing is None else [TracedCalls(self._tracing)])
         self._listeners = listeners
         self._stop = asyncio.Event()
         self._loaded = asyncio.Event()  # kernels are there, and the store has been looked for once
@@ -156,6 +160,8 @@ class Worker:
     async def _close(self) -> None:
         await self._log.close()
         await self._probe.close()
+        if self._tracing is not None:
+            await asyncio.to_thread(self._tracing.close)
         self._board.close()
         logger.info("drained")
 
@@ -215,7 +221,7 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _server(app: Edge) -> _Server:
+def _server(app: App) -> _Server:
     config = uvicorn.Config(
         app,
         http=_Protocol,

@@ -1,6 +1,6 @@
 """The gRPC face: the same parts, checks and errors as over HTTP. One method of a servicer is one call of a part."""
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import grpc
@@ -212,9 +212,10 @@ class Events(Calls, EventServiceServicer):
 class RpcServer:
     """The gRPC server of one worker. Several workers listen on one port (SO_REUSEPORT), the kernel shares it out."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: Parts, interceptors: Sequence[grpc.aio.ServerInterceptor] = ()) -> None:
         self._health = health_aio.HealthServicer()
         self._server = grpc.aio.server(
+            interceptors=list(interceptors),
             maximum_concurrent_rpcs=MAX_IN_FLIGHT,
             options=[
                 ("grpc.max_receive_message_length", int(parts.limits.body_bytes)),

@@ -311,6 +311,8 @@ class ServingSettings(Frozen):
     limits: Limits = Limits()
     queue: QueueSettings = QueueSettings()
     quota: QuotaSettings = QuotaSettings()
+    # Where spans of requests go (OTLP over HTTP, extra `otel`); none: OTEL_EXPORTER_OTLP_ENDPOINT, or nowhere.
+    otel_endpoint: Annotated[str, Field(pattern=r"^https?://")] | None = None
     slow_request_ms: float | None = Field(None, gt=0)  # requests that take longer are logged; none: none is
 
     @model_validator(mode="after")
