@@ -7,23 +7,20 @@ drain: 1. readiness says no   2. no new connections   3. what is under way is fi
 """
 
 import asyncio
-import contextlib
 import gc
 import logging
 import math
 import signal
 import socket
-from collections.abc import Iterator
 from dataclasses import dataclass
-
-import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from typing import Any
 
 from service import catalogue
+from service.access import Access
 from service.admission import Admission
 from service.edge import App
-from service.errors import PROBLEM_TYPE, ServiceError, problem_json
 from service.health import Health
+from service.http_server import FINISH_S, http_server
 from service.ingest import Ingest
 from service.live_model import LiveModel
 from service.meters import Meters
@@ -35,7 +32,9 @@ from service.request_log import RequestLog
 from service.rest import build_admin_app, build_app
 from service.rpc import RpcServer
 from service.rpc_tracing import TracedCalls
+from service.tls import Certificates
 from service.tracing import Tracing
+from service.watched import REFRESH_EVERY_S, Watched
 from service.wire import Requests
 from trainer import entities, events, hashing, live, scorer
 from trainer.board import Board
@@ -49,8 +48,6 @@ WATCH_EVERY_S = 1.0  # between looks at our own health, for gRPC's health servic
 PING_TIMEOUT_S = 0.5  # a probe that waits longer for the log than its prober waits for it would say nothing
 OPEN_AFTER_S = 5.0  # the longest that a starting worker lets connections wait before it says that it is starting
 NOTICE_S = 0.2  # from saying "not ready" to refusing connections: a load balancer should hear it first
-FINISH_S = 10.0  # what is under way may take so long to finish at the end; the supervisor waits longer
-KEEP_ALIVE_S = 75  # longer than a client's own idle time, so that it is rarely the server that closes
 
 logger = logging.getLogger("livebed.service")
 
@@ -72,11 +69,22 @@ class Worker:
         self._board = Board.open(settings.metrics_path, f"service-{worker}")
         self._log, self._probe = _event_log(settings, TIMEOUT_S), _event_log(settings, PING_TIMEOUT_S)
         self.parts = build_parts(settings, self._board, self._log, self._probe)
+        serving = settings.serving
+        certificates = None if serving.tls is None else Certificates(serving.tls)
+        admin_certificates = None if serving.admin_tls is None else certificates
+        timeout_s, meters = serving.request_timeout_s, self.parts.meters
         self._tracing = Tracing.start(settings, f"service-{worker}")
         app: App = build_app(self.parts)
-        self._http = _server(app if self._tracing is None else self._tracing.traced(app))
-        self._admin = _server(build_admin_app(self.parts))
-        self._rpc = RpcServer(self.parts, [] if self._tracing is None else [TracedCalls(self._tracing)])
+        app = app if self._tracing is None else self._tracing.traced(app)
+        self._http = http_server(app, meters, timeout_s=timeout_s, certificates=certificates)
+        self._admin = http_server(
+            build_admin_app(self.parts), meters, timeout_s=timeout_s, certificates=admin_certificates
+        )
+        self._rpc = RpcServer(
+            self.parts, certificates, interceptors=[] if self._tracing is None else [TracedCalls(self._tracing)]
+        )
+        rotated = (self.parts.access, certificates)
+        self._watched: list[Watched[Any]] = [one.watched for one in rotated if one is not None]
         self._listeners = listeners
         self._stop = asyncio.Event()
         self._loaded = asyncio.Event()  # kernels are there, and the store has been looked for once
@@ -93,6 +101,7 @@ class Worker:
         self._board.gauge("livebed_build_info", version=catalogue.package_version()).set(1)
         async with asyncio.TaskGroup() as tasks:  # one that fails takes the others, and the process, with it
             tasks.create_task(self._admin.serve(sockets=[self._listeners.admin]))
+            refreshing = tasks.create_task(self._refresh())
             starting = tasks.create_task(self._start())
             await self._loaded_or_stopped()
             tasks.create_task(self._http.serve(sockets=[self._listeners.http]))
@@ -102,6 +111,7 @@ class Worker:
             await self._stop.wait()
             starting.cancel()
             watching.cancel()
+            refreshing.cancel()
             await self._drain()
         await self._close()
 
@@ -137,6 +147,13 @@ class Worker:
             return False
         return True
 
+    async def _refresh(self) -> None:
+        """Read tokens and certificates again when they change; in a thread, as their disk may be slow."""
+        while self._watched:
+            await asyncio.sleep(REFRESH_EVERY_S)
+            for one in self._watched:
+                await asyncio.to_thread(one.refresh)
+
     async def _watch(self) -> None:
         # Looked at, too, because the client of the log can swallow a cancellation that comes with its answer.
         while not self._stop.is_set():
@@ -144,6 +161,7 @@ class Worker:
             if self._stop.is_set():
                 return
             await self._rpc.show(report)
+            self.parts.meters.ready.set(0 if report.status == "not_ready" else 1)
             if self.parts.health.started and report.ok("canary"):
                 age_ms = self.parts.model.stamp().age_ms
                 self.parts.meters.model_age.set(math.nan if age_ms is None else age_ms / 1000)
@@ -185,6 +203,7 @@ def build_parts(settings: Settings, board: Board, log: AsyncEventLog, probe: Asy
         admission=Admission(settings.serving.queue),
         quotas=Quotas(settings.serving.quota),
         request_log=RequestLog(settings.serving.slow_request_ms),
+        access=None if settings.serving.tokens_file is None else Access(settings.serving.tokens_file),
     )
 
 
@@ -198,40 +217,3 @@ def _event_log(settings: Settings, timeout_s: float) -> AsyncEventLog:
     if settings.stream.url is None:
         raise SettingsError("stream.url", None, "the address of the event log (the supervisor sets it)")
     return AsyncEventLog(settings.stream.url, settings.stream.key, timeout_s=timeout_s)
-
-
-class _Protocol(HttpToolsProtocol):
-    """HTTP/1.1, with what is not HTTP answered in our grammar."""
-
-    def send_400_response(self, msg: str) -> None:
-        """Answer and close."""
-        error = ServiceError("malformed", msg)
-        body = problem_json(error, request_id="", instance="")
-        head = f"HTTP/1.1 400 Bad Request\r\ncontent-type: {PROBLEM_TYPE}\r\ncontent-length: {len(body)}\r\n"
-        self.transport.write(head.encode() + b"connection: close\r\n\r\n" + body)
-        self.transport.close()
-
-
-class _Server(uvicorn.Server):
-    """A server that leaves signals to the worker, which has two of them and more to stop."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Capture none."""
-        yield
-
-
-def _server(app: App) -> _Server:
-    config = uvicorn.Config(
-        app,
-        http=_Protocol,
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=int(FINISH_S),
-    )
-    return _Server(config)

@@ -16,6 +16,7 @@ import typer
 import trainer
 from service.cli_client import client
 from service.cli_operator import checkpoint_app, model_app, table_app
+from service.cli_token import token_app
 from service.examples import KUAIRAND
 from trainer.errors import LivebedError, SettingsError
 
@@ -38,6 +39,7 @@ app.add_typer(config_app, name="config")
 app.add_typer(table_app, name="table")
 app.add_typer(model_app, name="model")
 app.add_typer(checkpoint_app, name="checkpoint")
+app.add_typer(token_app, name="token")
 
 Config = Annotated[
     Path | None,

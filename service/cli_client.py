@@ -10,6 +10,8 @@ from typing import Annotated, Any, Final
 
 import typer
 
+from service import cli_access
+from service.cli_access import with_credentials
 from trainer.errors import LivebedError, StoreUnavailable
 
 client = typer.Typer()
@@ -32,6 +34,7 @@ class ServiceAnswerError(LivebedError):
 
 
 @client.command()
+@with_credentials
 def send(
     path: Annotated[str, typer.Argument(metavar="FILE|-", help="NDJSON: one event a line, or - for standard input.")],
     url: Url = DEFAULT_URL,
@@ -64,6 +67,7 @@ def send(
 
 
 @client.command()
+@with_credentials
 def score(
     request: Annotated[
         str, typer.Argument(metavar="JSON|-", help='{"context": {...}, "candidates": [{...}]} or {"rows": [{...}]}.')
@@ -82,6 +86,7 @@ def score(
 
 
 @client.command()
+@with_credentials
 def lookup(
     table: Annotated[str, typer.Argument(help="The table's name.")],
     ids: Annotated[list[str], typer.Argument(help="Ids: 42 and '42' are the same one.")],
@@ -98,6 +103,7 @@ def lookup(
 
 
 @client.command()
+@with_credentials
 def status(
     url: Url = DEFAULT_URL,
     local: Annotated[
@@ -128,8 +134,10 @@ def call(
     import httpx
 
     headers = {"content-type": content_type} if body is not None else {}
+    headers |= cli_access.given.headers
+    verify = cli_access.given.context() if url.startswith("https:") else False
     try:
-        reply = httpx.request(method, url + path, content=body, headers=headers, timeout=timeout_s)
+        reply = httpx.request(method, url + path, content=body, headers=headers, timeout=timeout_s, verify=verify)
     except httpx.HTTPError as error:
         raise ServiceAnswerError(f"no answer from {url}: {error}; is `livebed up` running?") from None
     except httpx.InvalidURL as error:

@@ -13,6 +13,7 @@ from urllib.parse import quote
 
 import typer
 
+from service.cli_access import with_credentials
 from service.cli_client import DEFAULT_URL, Json, Url, call
 from trainer.errors import CheckpointError, LivebedError
 
@@ -38,6 +39,7 @@ checkpoint_app = typer.Typer(help="Create, list, verify and restore checkpoints.
 
 
 @table_app.command("list")
+@with_credentials
 def table_list(url: Url = DEFAULT_URL, as_json: Json = False) -> None:
     """All tables: rows, slots, bytes, policies."""
     answer = call(url, "GET", "/v1/tables")
@@ -46,6 +48,7 @@ def table_list(url: Url = DEFAULT_URL, as_json: Json = False) -> None:
 
 
 @table_app.command("inspect")
+@with_credentials
 def table_inspect(table: Table, id_: Id, url: Url = DEFAULT_URL, as_json: Json = False) -> None:
     """One id: its row, when and how often it was seen, its optimizer state."""
     answer = call(url, "GET", f"/v1/tables/{quote(table, safe='')}/embeddings/{quote(id_, safe='')}")
@@ -53,6 +56,7 @@ def table_inspect(table: Table, id_: Id, url: Url = DEFAULT_URL, as_json: Json =
 
 
 @table_app.command("forget")
+@with_credentials
 def table_forget(table: Table, id_: Id, admin_url: AdminUrl = DEFAULT_ADMIN_URL, as_json: Json = False) -> None:
     """Forget an id: its row, its state, what is known of it as an entity; names older checkpoints that may hold it.
 
@@ -65,6 +69,7 @@ def table_forget(table: Table, id_: Id, admin_url: AdminUrl = DEFAULT_ADMIN_URL,
 
 
 @table_app.command("resize")
+@with_credentials
 def table_resize(
     table: Table,
     capacity: Annotated[int, typer.Argument(min=64, help="Slots it is to have.")],
@@ -78,6 +83,7 @@ def table_resize(
 
 
 @model_app.command("status")
+@with_credentials
 def model_status(url: Url = DEFAULT_URL, as_json: Json = False) -> None:
     """Whether what is learned is shown, and if not, why."""
     answer = call(url, "GET", "/v1/model/versions")
@@ -86,6 +92,7 @@ def model_status(url: Url = DEFAULT_URL, as_json: Json = False) -> None:
 
 
 @model_app.command("versions")
+@with_credentials
 def model_versions(url: Url = DEFAULT_URL, as_json: Json = False) -> None:
     """Versions that serving can be rolled back to: the kept checkpoints."""
     answer = call(url, "GET", "/v1/model/versions")
@@ -94,6 +101,7 @@ def model_versions(url: Url = DEFAULT_URL, as_json: Json = False) -> None:
 
 
 @model_app.command("activate")
+@with_credentials
 def model_activate(version: Number, admin_url: AdminUrl = DEFAULT_ADMIN_URL, as_json: Json = False) -> None:
     """Roll serving back to a kept version; what is learned meanwhile is not shown until `livebed model release`."""
     answer = call(admin_url, "POST", f"/v1/model/versions/{version}:activate", timeout_s=LONG_S)
@@ -102,6 +110,7 @@ def model_activate(version: Number, admin_url: AdminUrl = DEFAULT_ADMIN_URL, as_
 
 
 @model_app.command("release")
+@with_credentials
 def model_release(admin_url: AdminUrl = DEFAULT_ADMIN_URL, as_json: Json = False) -> None:
     """Show again what is learned: after a rollback, or a step that the guard has held."""
     answer = call(admin_url, "POST", "/v1/model:release", timeout_s=LONG_S)
@@ -109,6 +118,7 @@ def model_release(admin_url: AdminUrl = DEFAULT_ADMIN_URL, as_json: Json = False
 
 
 @checkpoint_app.command("create")
+@with_credentials
 def checkpoint_create(admin_url: AdminUrl = DEFAULT_ADMIN_URL, as_json: Json = False) -> None:
     """Have the running trainer write one now; returns when it is on disk."""
     answer = call(admin_url, "POST", "/v1/checkpoints", timeout_s=LONG_S)

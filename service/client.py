@@ -68,6 +68,15 @@ class CallError(Exception):
 
 
 @dataclass(frozen=True)
+class Tls:
+    """TLS in PEM: who signed the service's certificate (None: whom gRPC trusts), and our own for mTLS."""
+
+    root_certificates: bytes | None = None
+    private_key: bytes | None = None
+    certificate_chain: bytes | None = None
+
+
+@dataclass(frozen=True)
 class Model:
     """Which model answered: every event accepted before `watermark_us` is in it; age_ms is None before the first."""
 
@@ -119,10 +128,13 @@ class Looked:
 class Client:
     """Calls one service. Every call raises CallError, and has a deadline."""
 
-    def __init__(self, target: str, *, timeout_s: float = 5.0) -> None:
-        """Take the address, `host:port`; the first call connects."""
+    def __init__(
+        self, target: str, *, timeout_s: float = 5.0, token: str | None = None, tls: Tls | None = None
+    ) -> None:
+        """Take the address, `host:port`; the first call connects. A token without TLS is sent in clear text."""
         self._timeout_s = timeout_s
-        self._channel = grpc.insecure_channel(target, options=OPTIONS)
+        self._authorization = () if token is None else (("authorization", f"Bearer {token}"),)
+        self._channel = _channel(target, tls)
         self._events = EventServiceStub(self._channel)
         self._embeddings = EmbeddingServiceStub(self._channel)
         self._scoring = ScoringServiceStub(self._channel)
@@ -145,7 +157,7 @@ class Client:
             for batch in batches
         )
         try:
-            for answer in self._events.PublishEventStream(messages):
+            for answer in self._events.PublishEventStream(messages, metadata=self._authorization):
                 if answer.HasField("error"):
                     raise CallError(answer.error.code, answer.error.detail, errors=(), retry_after_s=None)
                 yield _published(answer.published)
@@ -209,9 +221,18 @@ class Client:
 
     def _call(self, method: Callable[..., Response], request: Any) -> Response:
         try:
-            return method(request, timeout=self._timeout_s, metadata=(("x-request-id", uuid.uuid4().hex),))
+            return method(
+                request, timeout=self._timeout_s, metadata=(("x-request-id", uuid.uuid4().hex), *self._authorization)
+            )
         except grpc.RpcError as error:
             raise _call_error(error) from None
+
+
+def _channel(target: str, tls: Tls | None) -> grpc.Channel:
+    if tls is None:
+        return grpc.insecure_channel(target, options=OPTIONS)
+    credentials = grpc.ssl_channel_credentials(tls.root_certificates, tls.private_key, tls.certificate_chain)
+    return grpc.secure_channel(target, credentials, options=OPTIONS)
 
 
 def _score_request(

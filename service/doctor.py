@@ -130,5 +130,6 @@ def _configuration(settings: Settings) -> str:
 def _ports(settings: Settings) -> str:
     ports = {name: getattr(settings.serving, name) for name in ("http_port", "admin_port", "grpc_port")}
     for name, port in ports.items():
-        listen(settings.serving.host, port, field=f"serving.{name}").close()
+        host = settings.serving.admin_host if name == "admin_port" else settings.serving.host
+        listen(host, port, field=f"serving.{name}").close()
     return ", ".join(f"{name} {port}" for name, port in ports.items()) + " are free"

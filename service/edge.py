@@ -3,6 +3,7 @@
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+from service.access import Gate
 from service.errors import PROBLEM_TYPE, ServiceError, as_service_error, problem_json
 from service.exchange import Exchange
 from service.limits import MAX_IN_FLIGHT, Message, Receive, check_length, is_drainable
@@ -15,6 +16,8 @@ Scope = MutableMapping[str, Any]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
+# Refused before the body was read; what is left of it is read, or the connection closed, whichever is cheaper.
+UNREAD = frozenset({"too_large", "unauthenticated", "permission_denied"})
 EXCHANGE = "livebed.exchange"  # where an exchange lies in the ASGI scope
 PROBES = frozenset({"/livez", "/readyz", "/startupz"})  # "not ready" is their answer, not a refusal
 
@@ -22,10 +25,13 @@ PROBES = frozenset({"/livez", "/readyz", "/startupz"})  # "not ready" is their a
 class Edge:
     """Wraps an ASGI application; the only place that knows every request's end."""
 
-    def __init__(self, app: App, meters: Meters, limits: Limits, *, quotas: Quotas, request_log: RequestLog) -> None:
+    def __init__(
+        self, app: App, meters: Meters, limits: Limits, gate: Gate | None, *, quotas: Quotas, request_log: RequestLog
+    ) -> None:
         self._app = app
         self._meters = meters
         self._limits = limits
+        self._gate = gate
         self._quotas = quotas
         self._log = request_log
         self._num_in_flight = 0
@@ -40,6 +46,10 @@ class Edge:
         try:
             if self._num_in_flight > MAX_IN_FLIGHT:
                 raise ServiceError("overloaded", f"{MAX_IN_FLIGHT} requests are under way here")
+            if self._gate is not None:
+                exchange.token = self._gate.admit(scope["path"], _raw_header(scope, b"authorization"))
+                if exchange.token is not None:
+                    exchange.client = client_key(exchange.token.name, exchange.client)
             check_length(scope["headers"], self._limits)
             await self._app(scope, receive, reply)
         except Exception as error:
@@ -59,7 +69,7 @@ class Edge:
             self._log.failed(scope[EXCHANGE], error, traceparent=_header(scope, b"traceparent"))
         if reply.status:  # the reply has begun: the server closes the connection
             return
-        status, headers, body = problem_reply(answer, scope)
+        status, headers, body = problem_reply(answer, scope, max_bytes=self._limits.body_bytes)
         raw = [(name.encode(), value.encode()) for name, value in headers.items()]
         await reply({"type": "http.response.start", "status": status, "headers": raw})
         await reply({"type": "http.response.body", "body": body})
@@ -86,21 +96,31 @@ class _Reply:
         await self._send(message)
 
 
-def problem_reply(error: ServiceError, scope: Scope, **more: Any) -> tuple[int, dict[str, str], bytes]:
-    """Status, headers and body of an error; says so in the exchange."""
+def problem_reply(
+    error: ServiceError, scope: Scope, *, max_bytes: int, **more: Any
+) -> tuple[int, dict[str, str], bytes]:
+    """Status, headers and body of an error; says so in the exchange. `max_bytes`: the limit of a body."""
     exchange: Exchange = scope[EXCHANGE]
     exchange.code = error.code
     body = problem_json(error, request_id=exchange.request_id, instance=scope["path"], **more)
     headers = {"content-type": PROBLEM_TYPE, "content-length": str(len(body))}
     if error.retry_after_s is not None:
         headers["retry-after"] = str(error.retry_after_s)
-    if error.code == "too_large" and error.limit is not None and not is_drainable(scope["headers"], error.limit[1]):
+    if error.code == "unauthenticated":
+        headers["www-authenticate"] = "Bearer"
+    if error.code in UNREAD and not is_drainable(scope["headers"], max_bytes):
         headers["connection"] = "close"
     return error.kind.http, headers, body
 
 
 def _header(scope: Scope, wanted: bytes) -> str | None:
+    value = _raw_header(scope, wanted)
+    return None if value is None else value.decode("latin-1")
+
+
+def _raw_header(scope: Scope, wanted: bytes) -> bytes | None:
     for name, value in scope["headers"]:
         if name == wanted:
-            return str(value.decode("latin-1"))
+            found: bytes = value
+            return found
     return None

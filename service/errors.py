@@ -44,6 +44,8 @@ KINDS: dict[str, Kind] = {
     "malformed": Kind(400, code_pb2.INVALID_ARGUMENT, "The body is not well-formed"),
     "invalid": Kind(422, code_pb2.INVALID_ARGUMENT, "The request is well-formed but not valid"),
     "unknown_feature": Kind(422, code_pb2.INVALID_ARGUMENT, "A feature is not in the configuration"),
+    "unauthenticated": Kind(401, code_pb2.UNAUTHENTICATED, "A valid token is needed"),
+    "permission_denied": Kind(403, code_pb2.PERMISSION_DENIED, "The token does not allow this call"),
     "not_found": Kind(404, code_pb2.NOT_FOUND, "There is nothing here"),
     "unknown_table": Kind(404, code_pb2.NOT_FOUND, "There is no such table"),
     "unknown_id": Kind(404, code_pb2.NOT_FOUND, "There is no row for that id"),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from service.errors import ServiceError
 from service.live_model import Stamp
+from service.tokens import Token
 
 if TYPE_CHECKING:
     from service.admission import Work
@@ -25,7 +26,7 @@ class Exchange:
 
     __slots__ = (
         *("arrived_s", "client", "code", "deadline_s", "num_items", "request_id", "route", "stages", "stamp"),
-        *("timeout_s", "work"),
+        *("timeout_s", "token", "work"),
     )
 
     def __init__(self, wanted_id: str | None) -> None:
@@ -41,6 +42,7 @@ class Exchange:
         self.client = ""  # whose quota is charged
         self.num_items = 0  # ids, candidates or events that were asked for
         self.work: Work | None = None  # what holds the event loop
+        self.token: Token | None = None  # the caller's; None where none is needed
 
     def stage(self, name: str, seconds: float) -> None:
         """Say how long a part took."""

@@ -25,12 +25,10 @@ class ClientGone(Exception):  # noqa: N818 - nothing went wrong, and nobody is t
 
 
 def check_length(headers: Iterable[tuple[bytes, bytes]], limits: Limits) -> None:
-    """Refuse a body by its declared length, and one that would have to be unpacked. Raises ServiceError."""
+    """Refuse a body by its declared length. Raises ServiceError."""
     for name, value in headers:
         if name == b"content-length" and int(value) > limits.body_bytes:
             raise too_large(limits)
-        if name == b"content-encoding" and value.strip().lower() not in {b"", b"identity"}:
-            raise ServiceError("unsupported_media_type", "a body is sent as it is, without Content-Encoding")
 
 
 def is_drainable(headers: Iterable[tuple[bytes, bytes]], max_bytes: int) -> bool:

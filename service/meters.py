@@ -13,6 +13,7 @@ class Meters:
     def __init__(self, board: Board) -> None:
         self.board = board
         self.queue_wait = board.histogram("livebed_queue_wait_seconds")
+        self.ready = board.gauge("livebed_ready")
         self.model_age = board.gauge("livebed_model_age_seconds")
         self.events_received = board.counter("livebed_events_received_total")
         self.events_accepted = board.counter("livebed_events_accepted_total")

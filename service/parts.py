@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from service.access import Access
 from service.admission import Admission
 from service.health import Health
 from service.ingest import Ingest
@@ -32,6 +33,7 @@ class Parts:
     admission: Admission
     quotas: Quotas
     request_log: RequestLog
+    access: Access | None = None  # none: no tokens, whoever reaches a listener may call it
 
     @property
     def limits(self) -> Limits:

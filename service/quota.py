@@ -34,6 +34,11 @@ class Quotas:
         self._burst = float(settings.burst)
         self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()  # what is left, and when that was
 
+    @property
+    def is_on(self) -> bool:
+        """Whether anybody is charged."""
+        return self._rate is not None
+
     def check(self, client: str, *, now_s: float | None = None) -> None:
         """Raise ServiceError (`quota_exceeded`, with when to try again) if the client has nothing left."""
         if self._rate is None:

@@ -10,6 +10,7 @@ from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 
 from service import answers, catalogue, openapi
+from service.access import admin_gate, public_gate
 from service.admission import Lane
 from service.edge import EXCHANGE, Edge, problem_reply
 from service.errors import ServiceError, as_service_error
@@ -17,10 +18,14 @@ from service.exchange import Exchange, wanted_timeout_s
 from service.limits import EVENT_TYPES, JSON_TYPES, ClientGone, check_type, is_gone, read_body
 from service.live_model import Scores
 from service.negotiation import accepted
+from service.openapi_access import with_tokens
 from service.parts import Parts
+from service.scopes import http_scope
+from service.unpack import is_packed, unpack
 from trainer import board
 from trainer.errors import LivebedError
 from trainer.events import RawEvents, Rejection
+from trainer.settings import Limits
 
 Handler = Callable[[Request], Awaitable[Response]]
 # No pages that load scripts from elsewhere; a path has one spelling.
@@ -32,13 +37,17 @@ ROUTING_CODES = {404: "not_found", 405: "method_not_allowed"}
 
 def build_app(parts: Parts) -> Edge:
     """The public application."""
-    app = FastAPI(openapi_url="/openapi.json", **PLAIN, exception_handlers=_error_handlers())
+    app = FastAPI(openapi_url="/openapi.json", **PLAIN, exception_handlers=_error_handlers(parts.limits))
     document = openapi.document(parts.settings, parts.requests)
+    if parts.access is not None:
+        document = with_tokens(document)
     app.openapi = lambda: document  # type: ignore[method-assign] # made from our own types, not from signatures
     face = Face(parts)
     for path, method, handler in face.routes():
         _add_route(app, path, method, handler)
-    return Edge(app, parts.meters, parts.limits, quotas=parts.quotas, request_log=parts.request_log)
+    return Edge(
+        app, parts.meters, parts.limits, public_gate(parts.access), quotas=parts.quotas, request_log=parts.request_log
+    )
 
 
 def build_admin_app(parts: Parts) -> Edge:
@@ -48,20 +57,29 @@ def build_admin_app(parts: Parts) -> Edge:
     async def metrics(request: Request) -> Response:
         return Response(board.render(parts.settings.metrics_path), media_type=board.CONTENT_TYPE)
 
-    app = FastAPI(openapi_url="/openapi.json", **PLAIN, exception_handlers=_error_handlers())
+    app = FastAPI(openapi_url="/openapi.json", **PLAIN, exception_handlers=_error_handlers(parts.limits))
     document = openapi.admin_document(parts.settings)
+    if parts.access is not None:
+        document = with_tokens(document)
     app.openapi = lambda: document  # type: ignore[method-assign] # made from our own types, not from signatures
     _add_route(app, "/metrics", "GET", metrics)
     for path, method, handler in face.admin_routes():
         _add_route(app, path, method, handler)
-    return Edge(app, parts.meters, parts.limits, quotas=parts.quotas, request_log=parts.request_log)
+    return Edge(
+        app, parts.meters, parts.limits, admin_gate(parts.access), quotas=parts.quotas, request_log=parts.request_log
+    )
 
 
 def _add_route(app: FastAPI, path: str, method: str, handler: Handler) -> None:
     """A plain route: one of FastAPI's own takes 45 us more, to resolve dependencies that there are none of."""
 
+    scope = http_scope(method, path)
+
     async def routed(request: Request) -> Response:
-        _exchange(request).route = path
+        exchange = _exchange(request)
+        exchange.route = path
+        if exchange.token is not None:
+            exchange.token.demand(scope)
         return await handler(request)
 
     app.add_route(path, routed, methods=[method])
@@ -199,7 +217,9 @@ class Face:
         body = report.as_json(verbose="verbose" in request.query_params)
         if report.status == "not_ready":
             detail = next(check.detail for check in report.checks if check.needed and not check.ok)
-            return _problem(request, ServiceError("not_ready", detail), checks=body.get("checks", []))
+            return _problem(
+                request, ServiceError("not_ready", detail), self.parts.limits, checks=body.get("checks", [])
+            )
         return _json(orjson.dumps(body))
 
     async def startupz(self, request: Request) -> Response:
@@ -216,10 +236,13 @@ class Face:
             self.parts.quotas.check(exchange.client)
         content_type = request.headers.get("content-type")
         check_type(content_type.encode("latin-1") if content_type is not None else None, types)
+        packed = is_packed(request.headers.get("content-encoding"))
         body = await read_body(request.receive, self.parts.limits, timeout_s=exchange.timeout_s)
         waited = lane is not None and await self.parts.admission.enter(exchange, lane, len(body))
         if waited and is_gone(request.receive):
             raise ClientGone
+        if packed:
+            body = unpack(body, self.parts.limits)
         waited_s = exchange.elapsed_s
         exchange.stage("queue", waited_s)
         self.parts.meters.queue_wait.observe(waited_s)
@@ -254,21 +277,21 @@ def _encoded(answer: msgspec.Struct, *, status: int = 200) -> Response:
     return _json(msgspec.json.encode(answer), status=status)
 
 
-def _problem(request: Request, error: ServiceError, **more: Any) -> Response:
-    status, headers, body = problem_reply(error, request.scope, **more)
+def _problem(request: Request, error: ServiceError, limits: Limits, **more: Any) -> Response:
+    status, headers, body = problem_reply(error, request.scope, max_bytes=limits.body_bytes, **more)
     return Response(body, status_code=status, headers=headers)
 
 
-def _error_handlers() -> dict[Any, Any]:
+def _error_handlers(limits: Limits) -> dict[Any, Any]:
     """Answers to whatever is raised; what was not foreseen goes on to the edge, which logs it."""
 
     async def ours(request: Request, error: Exception) -> Response:
-        return _problem(request, as_service_error(error))
+        return _problem(request, as_service_error(error), limits)
 
     async def routing(request: Request, error: HTTPException) -> Response:
         code = ROUTING_CODES.get(error.status_code, "invalid")
         answer = ServiceError(code, f"{request.method} {request.url.path}: {error.detail}")
-        response = _problem(request, answer)
+        response = _problem(request, answer, limits)
         response.headers.update(error.headers or {})
         return response
 

@@ -24,14 +24,18 @@ from service.event_service_pb2 import (
 from service.event_service_pb2_grpc import EventServiceServicer, add_EventServiceServicer_to_server
 from service.exchange import Exchange
 from service.health import Report
+from service.http_server import HANDSHAKE_S, max_connections
 from service.ingest import now_us
 from service.limits import MAX_IN_FLIGHT
 from service.live_model import Scores
 from service.parts import Parts
 from service.proto_wire import lookup_response, publish_response, rank_response, score_response
 from service.quota import client_key
+from service.rpc_access import AccessInterceptor
+from service.rpc_tls import server_credentials
 from service.scoring_service_pb2 import RankRequest, RankResponse, ScoreRequest, ScoreResponse
 from service.scoring_service_pb2_grpc import ScoringServiceServicer, add_ScoringServiceServicer_to_server
+from service.tls import Certificates
 from trainer.errors import LogError
 
 Reply = TypeVar("Reply")
@@ -89,7 +93,10 @@ class Calls:
         """Begin one call, with the caller's deadline or ours."""
         exchange = Exchange(_metadata(context, "x-request-id"))
         exchange.route = route
-        exchange.client = client_key(None, context.peer())
+        token = None
+        if self.parts.access is not None and self.parts.quotas.is_on:  # the token was checked before the call began
+            token = self.parts.access.token((_metadata(context, "authorization") or "").encode()).name
+        exchange.client = client_key(token, context.peer())
         remaining_s = context.time_remaining()
         longest_s = self.parts.settings.serving.request_timeout_s
         exchange.limit(longest_s if remaining_s is None else min(remaining_s, longest_s))
@@ -212,15 +219,24 @@ class Events(Calls, EventServiceServicer):
 class RpcServer:
     """The gRPC server of one worker. Several workers listen on one port (SO_REUSEPORT), the kernel shares it out."""
 
-    def __init__(self, parts: Parts, interceptors: Sequence[grpc.aio.ServerInterceptor] = ()) -> None:
+    def __init__(
+        self,
+        parts: Parts,
+        certificates: Certificates | None = None,
+        interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+    ) -> None:
         self._health = health_aio.HealthServicer()
+        self._certificates = certificates
+        access = parts.access
         self._server = grpc.aio.server(
-            interceptors=list(interceptors),
+            interceptors=[*interceptors, *([] if access is None else [AccessInterceptor(access, parts.meters, abort)])],
             maximum_concurrent_rpcs=MAX_IN_FLIGHT,
             options=[
                 ("grpc.max_receive_message_length", int(parts.limits.body_bytes)),
                 ("grpc.max_send_message_length", -1),  # what limits allow to ask for may also be answered
                 ("grpc.so_reuseport", 1),
+                ("grpc.server_handshake_timeout_ms", int(1000 * HANDSHAKE_S)),
+                ("grpc.max_allowed_incoming_connections", max_connections()),
                 ("grpc.http2.min_recv_ping_interval_without_data_ms", MIN_PING_INTERVAL_MS),
                 ("grpc.keepalive_permit_without_calls", 1),
             ],
@@ -235,7 +251,10 @@ class RpcServer:
     async def start(self, host: str, port: int) -> int:
         """Listen; returns the port (0 takes any)."""
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        bound: int = self._server.add_insecure_port(address)
+        if self._certificates is None:
+            bound: int = self._server.add_insecure_port(address)
+        else:
+            bound = self._server.add_secure_port(address, server_credentials(self._certificates))
         await self._server.start()
         return bound
 

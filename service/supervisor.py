@@ -25,6 +25,9 @@ from typing import IO, Final, Self
 from service.ports import listen, reserve
 from service.run_dir import PARTS, RunDirectory, directory_errors, remove_stale
 from service.supervised import Supervised, SupervisedBroker, ended
+from service.tls import read_certificate
+from service.tokens import read_tokens
+from trainer import board
 from trainer.broker import Broker
 from trainer.errors import LivebedError
 from trainer.settings import ENVIRONMENT_PREFIX, Settings
@@ -67,7 +70,8 @@ class Supervisor:
     @property
     def http_url(self) -> str:
         """Where the service answers, from this machine."""
-        return _url(self.settings.serving.host, self.settings.serving.http_port)
+        serving = self.settings.serving
+        return _url(serving.host, serving.http_port, scheme="http" if serving.tls is None else "https")
 
     @property
     def pids(self) -> dict[str, int | None]:
@@ -186,12 +190,18 @@ class Supervisor:
                 "LIVEBED_REDIS_URL, or run both with `livebed up`"
             )
 
+        if "service" in self.parts:  # each worker reads these; a mistake is better said once and at once
+            if self.settings.serving.tokens_file is not None:
+                read_tokens(self.settings.serving.tokens_file)
+            if self.settings.serving.tls is not None:
+                read_certificate(self.settings.serving.tls)
+
     def _open_ports(self) -> None:
         if "service" not in self.parts:
             return
         serving = self.settings.serving
         for name, opener in (("http_port", listen), ("admin_port", listen), ("grpc_port", reserve)):
-            host = "127.0.0.1" if name == "admin_port" else serving.host
+            host = serving.admin_host if name == "admin_port" else serving.host
             self._sockets[name] = opener(host, getattr(serving, name), field=f"serving.{name}")
         ports = {name: opened.getsockname()[1] for name, opened in self._sockets.items()}
         self.settings = self.settings.model_copy(update={"serving": serving.model_copy(update=ports)})
@@ -271,6 +281,9 @@ class Supervisor:
         """Service: /readyz (with our trainer) or /livez (the trainer is elsewhere). Trainer alone: a live store."""
         if "service" not in self.parts:
             return (self.settings.store_path / "CURRENT").exists()
+        if self.settings.serving.tls is not None:  # which may want a client's certificate; we have none
+            ready = board.read(self.settings.metrics_path).value("livebed_ready")
+            return ready == 1 or (ready == 0 and "trainer" not in self.parts)
         probe = "/readyz" if "trainer" in self.parts else "/livez"
         return answers(self.http_url + probe)
 
@@ -289,10 +302,10 @@ def answers(url: str) -> bool:
         return False
 
 
-def _url(host: str, port: int) -> str:
+def _url(host: str, port: int, *, scheme: str) -> str:
     """A URL that reaches a listener from this machine, also one that listens on every address."""
     reachable = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)  # noqa: S104
-    return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"
+    return f"{scheme}://[{reachable}]:{port}" if ":" in reachable else f"{scheme}://{reachable}:{port}"
 
 
 def _broker_memory(settings: Settings) -> int:

@@ -103,6 +103,7 @@ _ALL: Final = (
     _gauge("livebed_progressive_logloss", "Logloss of the predictions made before learning, recent."),
     _gauge("livebed_progressive_auc", "AUC of the predictions made before learning, recent."),
     _gauge("livebed_calibration_ratio", "Mean prediction over mean label, recent.", unit="ratio"),
+    _gauge("livebed_ready", "1 while a worker answers from the live model.", combine="max"),
     _gauge("livebed_build_info", "Always 1; the label says what runs.", "version"),
 )
 FAMILIES: Final[Mapping[str, Family]] = {family.name: family for family in _ALL}

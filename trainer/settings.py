@@ -18,7 +18,7 @@ from trainer.errors import SettingsError
 ENVIRONMENT_PREFIX = "LIVEBED_"
 # Short names that people already have in their environment, and the CLI's own, which are no settings.
 ENVIRONMENT_ALIASES = {"REDIS_URL": "STREAM__URL", "LOG": "LOGGING__FORMAT"}
-ENVIRONMENT_IGNORED = frozenset({"CONFIG", "URL"})
+ENVIRONMENT_IGNORED = frozenset({"CONFIG", "URL", "ADMIN_URL", "TOKEN", "CA_FILE", "CLIENT_CERT", "CLIENT_KEY"})
 TIME_INPUT = "$time"  # a feature whose source is this reads the event's own time, in ms since 1970 UTC
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.-]{0,63}$")]
@@ -298,15 +298,36 @@ class QuotaSettings(Frozen):
     burst: int = Field(10_000, ge=1)  # what may be asked for at once after a pause
 
 
+class TlsSettings(Frozen):
+    """Certificates of the listeners, in PEM; read again when the files change.
+
+    `client_ca_file`: only clients whose certificate one of these authorities has signed get a connection (mTLS).
+    """
+
+    cert_file: Path  # the server's own certificate first, then those between it and the root
+    key_file: Path
+    client_ca_file: Path | None = None
+
+
 class ServingSettings(Frozen):
-    """Where the service listens, and with how many processes."""
+    """Where the service listens, with how many processes, and who may call it.
+
+    `tokens_file`: see `service.tokens`; none: whoever reaches a listener may call it, so a public address is refused
+    unless `insecure_no_auth` says that something before it authenticates. Tokens cross the network in clear text
+    without TLS, so a public address with tokens needs `tls`, unless `insecure_plaintext` says that something before it
+    ends TLS. The admin listener is on loopback, in clear text, unless it is given an address of its own.
+    """
 
     host: str = "127.0.0.1"
+    admin_host: str = "127.0.0.1"
     http_port: int = Field(8080, ge=0, le=65535)
     admin_port: int = Field(8081, ge=0, le=65535)
     grpc_port: int = Field(50051, ge=0, le=65535)
     workers: int = Field(1, ge=1, le=64)
+    tokens_file: Path | None = None
+    tls: TlsSettings | None = None
     insecure_no_auth: bool = False
+    insecure_plaintext: bool = False
     request_timeout_s: float = Field(5.0, gt=0)  # the longest that a request may take; it may ask for less
     limits: Limits = Limits()
     queue: QueueSettings = QueueSettings()
@@ -315,15 +336,33 @@ class ServingSettings(Frozen):
     otel_endpoint: Annotated[str, Field(pattern=r"^https?://")] | None = None
     slow_request_ms: float | None = Field(None, gt=0)  # requests that take longer are logged; none: none is
 
+    @property
+    def admin_tls(self) -> TlsSettings | None:
+        """The admin listener's certificates: none on loopback, where nobody listens in."""
+        return None if _is_loopback(self.admin_host) else self.tls
+
     @model_validator(mode="after")
-    def _loopback_unless_told(self) -> Self:
-        loopback = self.host in {"localhost", "::1"} or self.host.startswith("127.")
-        if not loopback and not self.insecure_no_auth:
+    def _closed_unless_told(self) -> Self:
+        if self.tokens_file is not None and self.insecure_no_auth:
+            raise ValueError("tokens_file and insecure_no_auth contradict each other: give one of them")
+        if not _is_loopback(self.host) and self.tokens_file is None and not self.insecure_no_auth:
             raise ValueError(
-                f"host {self.host!r} is not a loopback address and there is no authentication; keep it behind a "
-                "proxy that authenticates and set insecure_no_auth: true"
+                f"host {self.host!r} is not a loopback address and there is no authentication: set tokens_file, or "
+                "keep it behind a proxy that authenticates and set insecure_no_auth: true"
+            )
+        if not _is_loopback(self.admin_host) and self.tokens_file is None:
+            raise ValueError(f"admin_host {self.admin_host!r} is not a loopback address: that needs tokens_file")
+        public = [host for host in (self.host, self.admin_host) if not _is_loopback(host)]
+        if public and self.tokens_file is not None and self.tls is None and not self.insecure_plaintext:
+            raise ValueError(
+                f"tokens would cross the network to {public[0]!r} in clear text: set tls, or keep it behind a proxy "
+                "that ends TLS and set insecure_plaintext: true"
             )
         return self
+
+
+def _is_loopback(host: str) -> bool:
+    return host in {"localhost", "::1"} or host.startswith("127.")
 
 
 class Settings(Frozen):

@@ -1,5 +1,6 @@
 """Every error of the table, in the one grammar of each face."""
 
+import gzip
 import http.client
 import logging
 import socket
@@ -84,9 +85,42 @@ def test_a_format_that_is_not_offered_is_not_acceptable(system: RunningWorker) -
         assert (reply.status_code, problem(reply)["code"]) == (406, "not_acceptable")
 
 
-def test_a_packed_body_is_not_unpacked(system: RunningWorker) -> None:
-    reply = system.http.post("/v1/score", content=b"x", headers={"content-type": JSON, "content-encoding": "gzip"})
-    assert (reply.status_code, problem(reply)["code"]) == (415, "unsupported_media_type")
+GZIPPED = {"content-type": JSON, "content-encoding": "gzip"}
+
+
+def test_a_gzipped_body_says_the_same_as_a_plain_one(system: RunningWorker) -> None:
+    body = b'{"candidates": [{"user_id": "u1"}], "time_ms": 1}'
+    plain = system.http.post("/v1/score", content=body, headers={"content-type": JSON})
+    packed = system.http.post("/v1/score", content=gzip.compress(body), headers=GZIPPED)
+    assert packed.json()["scores"] == plain.json()["scores"]
+
+
+@pytest.mark.parametrize(
+    ("content", "encoding", "expected"),
+    [
+        (b"x", "br", (415, "unsupported_media_type")),
+        (b"x", "gzip, gzip", (415, "unsupported_media_type")),
+        (b"x", "gzip", (400, "malformed")),
+        (b"", "gzip", (400, "malformed")),
+        (gzip.compress(b"{}")[:-5], "gzip", (400, "malformed")),
+        (gzip.compress(b"{}") + b"{}", "gzip", (400, "malformed")),
+        (gzip.compress(b"{}")[:-8] + b"12345678", "gzip", (400, "malformed")),
+        (gzip.compress(b" " * (2**21 + 1)), "gzip", (413, "too_large")),
+        (gzip.compress(b" " * 2**28), "gzip", (413, "too_large")),
+    ],
+)
+def test_a_packed_body_that_is_broken_or_too_large_unpacked_is_refused(
+    system: RunningWorker, content: bytes, encoding: str, expected: tuple[int, str]
+) -> None:
+    headers = {"content-type": JSON, "content-encoding": encoding}
+    reply = system.http.post("/v1/score", content=content, headers=headers)
+    assert (reply.status_code, problem(reply)["code"]) == expected
+
+
+def test_a_gzipped_body_is_unpacked_up_to_the_limit(system: RunningWorker) -> None:
+    body = b'{"candidates": []}'
+    packed = gzip.compress(body + b" " * (2**21 - len(body)))
+    assert system.http.post("/v1/score", content=packed, headers=GZIPPED).status_code == 200
 
 
 def in_chunks(num_bytes: int) -> Iterator[bytes]:

@@ -20,8 +20,8 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parents[2]
 KUAIRAND = ROOT / "service" / "examples" / "kuairand"
 LOCKS = ["cpu.txt", "cuda.txt", "dev.txt"]
-# Asked for by a dependency and left out on purpose; requirements/cpu.txt says why.
-LEFT_OUT = {"fbgemm-gpu", "valkey"}
+# Asked for by a dependency and left out on purpose; requirements/cpu.txt says why (pip is the environment's own).
+LEFT_OUT = {"fbgemm-gpu", "valkey", "pip"}
 
 
 def requirements(lock: str) -> list[str]:

@@ -41,6 +41,12 @@ def test_the_redis_url_has_its_well_known_name(tmp_path: Path) -> None:
         (MINIMAL + "servnig: {}", "servnig", "no such key"),
         ("tables: {user: {width: 0}}\nfeatures: {user: {kind: categorical}}", "tables.user.width", "greater than"),
         (MINIMAL + "serving: {host: 0.0.0.0}", "serving", "not a loopback address"),
+        (MINIMAL + "serving: {host: '::'}", "serving", "not a loopback address"),
+        (MINIMAL + "serving: {host: 0.0.0.0, tokens_file: t}", "serving", "in clear text: set tls"),
+        (MINIMAL + "serving: {admin_host: 0.0.0.0, insecure_no_auth: true}", "serving", "needs tokens_file"),
+        (MINIMAL + "serving: {admin_host: 10.1.2.3, tokens_file: t}", "serving", "in clear text: set tls"),
+        (MINIMAL + "serving: {tokens_file: t, insecure_no_auth: true}", "serving", "contradict"),
+        (MINIMAL + "serving: {tls: {cert_file: c}}", "serving.tls.key_file", "required"),
         ("[1, 2]", "livebed.yaml", "a YAML mapping"),
         ("a: [", "livebed.yaml", "YAML"),
     ],
@@ -50,6 +56,23 @@ def test_a_bad_value_names_its_field_and_what_was_wanted(tmp_path: Path, text: s
         load(tmp_path, text)
     assert field in str(caught.value)
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "serving",
+    [
+        "{host: 0.0.0.0, insecure_no_auth: true}",
+        "{host: 0.0.0.0, tokens_file: t, tls: {cert_file: c, key_file: k}}",
+        "{host: 0.0.0.0, admin_host: 0.0.0.0, tokens_file: t, insecure_plaintext: true}",
+        "{host: 127.8.9.1, tokens_file: t}",
+    ],
+)
+def test_a_public_address_is_had_by_who_says_what_protects_it(tmp_path: Path, serving: str) -> None:
+    load(tmp_path, MINIMAL + f"serving: {serving}")
+
+
+def test_the_commands_own_variables_are_no_settings(tmp_path: Path) -> None:
+    load(tmp_path, environment={"LIVEBED_TOKEN": "t", "LIVEBED_CA_FILE": "c", "LIVEBED_ADMIN_URL": "u"})
 
 
 def test_a_misspelt_environment_variable_is_an_error(tmp_path: Path) -> None:
