@@ -13,6 +13,7 @@ import uvloop
 
 from service.app import Listeners, Worker
 from trainer.errors import LivebedError, SettingsError
+from trainer.log_lines import log_to_stderr
 from trainer.settings import Settings
 
 FAULT, USAGE = 1, 2
@@ -27,11 +28,13 @@ def main() -> int:
     parser.add_argument("--http-fd", type=int, required=True, help="listening socket of the public API, inherited")
     parser.add_argument("--admin-fd", type=int, required=True, help="listening socket of metrics and health, inherited")
     options = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s service-{options.worker} %(levelname)s %(message)s")
+    process = f"service-{options.worker}"
+    log_to_stderr(process)
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     status = 0
     try:
         settings = Settings.model_validate_json(options.settings.read_bytes())
+        log_to_stderr(process, form=settings.logging.format)
         uvloop.run(_serve(settings, options.worker, options.http_fd, options.admin_fd))
     except* SettingsError as group:  # alone, or out of the worker's group of tasks
         status = _say(group, USAGE)

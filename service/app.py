@@ -17,6 +17,8 @@ from typing import Any
 
 from service import catalogue
 from service.access import Access
+from service.admission import Admission
+from service.edge import App
 from service.health import Health
 from service.http_server import FINISH_S, http_server
 from service.ingest import Ingest
@@ -25,9 +27,13 @@ from service.meters import Meters
 from service.operations import Operations
 from service.parts import Parts
 from service.proto_wire import Messages
+from service.quota import Quotas
+from service.request_log import RequestLog
 from service.rest import build_admin_app, build_app
 from service.rpc_server import RpcServer
+from service.rpc_tracing import TracedCalls
 from service.tls import Certificates
+from service.tracing import Tracing
 from service.watched import REFRESH_EVERY_S, Watched
 from service.wire import Requests
 from trainer import entities, events, hashing, live, scorer
@@ -67,11 +73,16 @@ class Worker:
         certificates = None if serving.tls is None else Certificates(serving.tls)
         admin_certificates = None if serving.admin_tls is None else certificates
         timeout_s, meters = serving.request_timeout_s, self.parts.meters
-        self._http = http_server(build_app(self.parts), meters, timeout_s=timeout_s, certificates=certificates)
+        self._tracing = Tracing.start(settings, f"service-{worker}")
+        app: App = build_app(self.parts)
+        app = app if self._tracing is None else self._tracing.traced(app)
+        self._http = http_server(app, meters, timeout_s=timeout_s, certificates=certificates)
         self._admin = http_server(
             build_admin_app(self.parts), meters, timeout_s=timeout_s, certificates=admin_certificates
         )
-        self._rpc = RpcServer(self.parts, certificates)
+        self._rpc = RpcServer(
+            self.parts, certificates, interceptors=[] if self._tracing is None else [TracedCalls(self._tracing)]
+        )
         rotated = (self.parts.access, certificates)
         self._watched: list[Watched[Any]] = [one.watched for one in rotated if one is not None]
         self._listeners = listeners
@@ -144,8 +155,11 @@ class Worker:
                 await asyncio.to_thread(one.refresh)
 
     async def _watch(self) -> None:
-        while True:
+        # Looked at, too, because the client of the log can swallow a cancellation that comes with its answer.
+        while not self._stop.is_set():
             report = await self.parts.health.report()
+            if self._stop.is_set():
+                return
             await self._rpc.show(report)
             self.parts.meters.ready.set(0 if report.status == "not_ready" else 1)
             if self.parts.health.started and report.ok("canary"):
@@ -164,6 +178,8 @@ class Worker:
     async def _close(self) -> None:
         await self._log.close()
         await self._probe.close()
+        if self._tracing is not None:
+            await asyncio.to_thread(self._tracing.close)
         self._board.close()
         logger.info("drained")
 
@@ -184,6 +200,9 @@ def build_parts(settings: Settings, board: Board, log: AsyncEventLog, probe: Asy
         health=Health(model, probe.ping, settings.metrics_path),
         meters=meters,
         operations=Operations(settings, model, log),
+        admission=Admission(settings.serving.queue),
+        quotas=Quotas(settings.serving.quota),
+        request_log=RequestLog(settings.serving.slow_request_ms),
         access=None if settings.serving.tokens_file is None else Access(settings.serving.tokens_file),
     )
 

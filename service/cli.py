@@ -105,7 +105,9 @@ def demo(
         keep_serving=terminal and sys.stdin.isatty() and seconds is None and not whole_log,
         live=terminal,
     )
-    _log_to_stderr(logging.WARNING)
+    from trainer.log_lines import log_to_stderr
+
+    log_to_stderr("supervisor", level=logging.WARNING)
     ports = {"serving.http_port": http_port, "serving.admin_port": admin_port, "serving.grpc_port": grpc_port}
     settings = load(KUAIRAND / "livebed.yaml", {**ports, "serving.workers": workers})
     figures = run_demo(settings, options)
@@ -322,13 +324,10 @@ def _assignments(texts: list[str]) -> dict[str, Any]:
 
 def _supervise(parts: tuple[str, ...], settings: "Settings") -> None:
     from service.supervisor import Supervisor
+    from trainer.log_lines import log_to_stderr
 
-    _log_to_stderr(logging.INFO)
+    log_to_stderr("supervisor", form=settings.logging.format)
     Supervisor(settings, parts=parts).run()
-
-
-def _log_to_stderr(level: int) -> None:
-    logging.basicConfig(level=level, format="%(asctime)s supervisor %(levelname)s %(message)s")
 
 
 def _check_packages() -> None:

@@ -1,6 +1,5 @@
 """The outermost ASGI layer: request ids, limits, headers, metrics, and an answer in our grammar whatever happens."""
 
-import logging
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
@@ -9,6 +8,8 @@ from service.errors import PROBLEM_TYPE, ServiceError, as_service_error, problem
 from service.exchange import Exchange
 from service.limits import MAX_IN_FLIGHT, Message, Receive, check_length, is_drainable
 from service.meters import Meters
+from service.quota import Quotas, client_key
+from service.request_log import RequestLog
 from trainer.settings import Limits
 
 Scope = MutableMapping[str, Any]
@@ -18,23 +19,27 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 # Refused before the body was read; what is left of it is read, or the connection closed, whichever is cheaper.
 UNREAD = frozenset({"too_large", "unauthenticated", "permission_denied"})
 EXCHANGE = "livebed.exchange"  # where an exchange lies in the ASGI scope
-
-logger = logging.getLogger("livebed.service")
+PROBES = frozenset({"/livez", "/readyz", "/startupz"})  # "not ready" is their answer, not a refusal
 
 
 class Edge:
     """Wraps an ASGI application; the only place that knows every request's end."""
 
-    def __init__(self, app: App, meters: Meters, limits: Limits, gate: Gate | None = None) -> None:
+    def __init__(
+        self, app: App, meters: Meters, limits: Limits, gate: Gate | None, *, quotas: Quotas, request_log: RequestLog
+    ) -> None:
         self._app = app
         self._meters = meters
         self._limits = limits
         self._gate = gate
+        self._quotas = quotas
+        self._log = request_log
         self._num_in_flight = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request; what is not HTTP is refused by the server already."""
         exchange = Exchange(_header(scope, b"x-request-id"))
+        exchange.client = client_key(None, scope["client"][0] if scope["client"] else "")
         scope[EXCHANGE] = exchange
         reply = _Reply(exchange, send)
         self._num_in_flight += 1
@@ -43,19 +48,25 @@ class Edge:
                 raise ServiceError("overloaded", f"{MAX_IN_FLIGHT} requests are under way here")
             if self._gate is not None:
                 exchange.token = self._gate.admit(scope["path"], _raw_header(scope, b"authorization"))
+                if exchange.token is not None:
+                    exchange.client = client_key(exchange.token.name, exchange.client)
             check_length(scope["headers"], self._limits)
             await self._app(scope, receive, reply)
         except Exception as error:
             await self._answer_error(error, scope, reply)
         finally:
             self._num_in_flight -= 1
+            exchange.finish()
+            self._quotas.charge(exchange.client, exchange.num_items)
             self._count(exchange, reply.status)
+            if exchange.elapsed_s > self._log.slow_s:
+                self._log.slow(exchange, status=str(reply.status), traceparent=_header(scope, b"traceparent"))
 
     async def _answer_error(self, error: Exception, scope: Scope, reply: "_Reply") -> None:
         """An error that no handler of the application has turned into an answer."""
         answer = as_service_error(error)
         if answer.code == "internal":
-            logger.error("request %s failed", scope[EXCHANGE].request_id, exc_info=error)
+            self._log.failed(scope[EXCHANGE], error, traceparent=_header(scope, b"traceparent"))
         if reply.status:  # the reply has begun: the server closes the connection
             return
         status, headers, body = problem_reply(answer, scope, max_bytes=self._limits.body_bytes)
@@ -65,7 +76,7 @@ class Edge:
 
     def _count(self, exchange: Exchange, status: int) -> None:
         self._meters.request(face="http", route=exchange.route, code=str(status), duration_s=exchange.elapsed_s)
-        if exchange.code is not None:
+        if exchange.code is not None and exchange.route not in PROBES:
             self._meters.refused(exchange.code)
 
 
@@ -93,8 +104,8 @@ def problem_reply(
     exchange.code = error.code
     body = problem_json(error, request_id=exchange.request_id, instance=scope["path"], **more)
     headers = {"content-type": PROBLEM_TYPE, "content-length": str(len(body))}
-    if error.kind.retry_after_s is not None:
-        headers["retry-after"] = str(error.kind.retry_after_s)
+    if error.retry_after_s is not None:
+        headers["retry-after"] = str(error.retry_after_s)
     if error.code == "unauthenticated":
         headers["www-authenticate"] = "Bearer"
     if error.code in UNREAD and not is_drainable(scope["headers"], max_bytes):

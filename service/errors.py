@@ -57,6 +57,7 @@ KINDS: dict[str, Kind] = {
     "unsupported_media_type": Kind(415, code_pb2.UNIMPLEMENTED, "The body's format is not supported"),
     "too_large": Kind(413, code_pb2.RESOURCE_EXHAUSTED, "The body is too large"),
     "too_many": Kind(413, code_pb2.INVALID_ARGUMENT, "The request asks for too many items"),
+    "quota_exceeded": Kind(429, code_pb2.RESOURCE_EXHAUSTED, "The client's quota is used up", RETRY_S),
     "overloaded": Kind(503, code_pb2.RESOURCE_EXHAUSTED, "The server is full", RETRY_S),
     "not_ready": Kind(503, code_pb2.UNAVAILABLE, "The model is not ready", RETRY_S),
     "deadline_exceeded": Kind(504, code_pb2.DEADLINE_EXCEEDED, "The request took too long"),
@@ -92,14 +93,24 @@ class ServiceError(LivebedError):
     """
 
     def __init__(
-        self, code: str, detail: str, *, violations: Sequence[Violation] = (), limit: tuple[str, int] | None = None
+        self,
+        code: str,
+        detail: str,
+        *,
+        violations: Sequence[Violation] = (),
+        limit: tuple[str, int] | None = None,
+        retry_after_s: int | None = None,
     ) -> None:
-        """Take a code of `KINDS`; `limit` is the setting that was exceeded and its value."""
+        """Take a code of `KINDS`; `limit` is the setting that was exceeded and its value.
+
+        `retry_after_s` is when to try again where that is known better than the table knows it.
+        """
         super().__init__(code, detail)
         self.code = code
         self.detail = detail
         self.violations = tuple(violations)
         self.limit = limit
+        self.retry_after_s = self.kind.retry_after_s if retry_after_s is None else retry_after_s
 
     @property
     def kind(self) -> Kind:
@@ -159,6 +170,6 @@ def rpc_status(error: ServiceError, *, request_id: str) -> status_pb2.Status:
         for violation in error.violations:
             request.field_violations.add(field=violation.pointer, description=violation.detail)
         status.details.add().Pack(request)
-    if error.kind.retry_after_s is not None:
-        status.details.add().Pack(error_details_pb2.RetryInfo(retry_delay=Duration(seconds=error.kind.retry_after_s)))
+    if error.retry_after_s is not None:
+        status.details.add().Pack(error_details_pb2.RetryInfo(retry_delay=Duration(seconds=error.retry_after_s)))
     return status

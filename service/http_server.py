@@ -20,7 +20,7 @@ from typing import Any, Final
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from service.edge import Edge
+from service.edge import App
 from service.errors import PROBLEM_TYPE, ServiceError, problem_json
 from service.meters import Meters
 from service.tls import Certificates
@@ -170,7 +170,7 @@ class Server(uvicorn.Server):
         return Connection(self.config, self.server_state, self.lifespan.state)
 
 
-def http_server(app: Edge, meters: Meters, *, timeout_s: float, certificates: Certificates | None = None) -> Server:
+def http_server(app: App, meters: Meters, *, timeout_s: float, certificates: Certificates | None = None) -> Server:
     """A server of an application; `timeout_s`: how long the application waits for a body."""
 
     def context(*_: Any) -> Any:

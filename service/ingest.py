@@ -4,6 +4,7 @@ parsed -> 1. duplicates within the request are dropped -> 2. stamped and encoded
 (grouped with what other requests append at the same moment) -> 4. counted and answered
 """
 
+import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,6 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from service.errors import ServiceError, Violation
+from service.exchange import Exchange
 from service.meters import Meters
 from trainer.codec import encode
 from trainer.events import RawEvents, Rejection, select
@@ -41,11 +43,11 @@ class Ingest:
         self.log = log
         self._meters = meters
 
-    async def publish(self, raw: RawEvents, rejected: Sequence[Rejection]) -> Published:
+    async def publish(self, raw: RawEvents, rejected: Sequence[Rejection], exchange: Exchange) -> Published:
         """Append the valid events; return when they are in the log.
 
         Raises:
-            ServiceError: every event was refused.
+            ServiceError: every event was refused, or the deadline passed (the events may be in the log).
             LogError: the log did not take them (of LogUnavailable it is not known).
         """
         num_valid = raw.inputs.count
@@ -55,15 +57,21 @@ class Ingest:
             raise _all_refused(rejected)
         raw = _without_duplicates(raw)
         num_accepted = raw.inputs.count
-        stream_id = await self._append(raw) if num_accepted else None
+        stream_id = await self._append(raw, exchange) if num_accepted else None
         self._meters.events_accepted.inc(num_accepted)
         self._meters.events_duplicate.inc(num_valid - num_accepted)
         return Published(num_accepted, num_valid - num_accepted, rejected, stream_id)
 
-    async def _append(self, raw: RawEvents) -> str:
+    async def _append(self, raw: RawEvents, exchange: Exchange) -> str:
         stamped = replace(raw, accepted_us_B=np.full(raw.inputs.count, now_us(), np.int64))
-        ids = await self.log.append([{PROTO_FIELD: encode(self.schema, stamped)}])
-        return ids[-1]
+        entry = {PROTO_FIELD: encode(self.schema, stamped)}
+        exchange.finish()
+        try:
+            async with asyncio.timeout(exchange.remaining_s):
+                return (await self.log.append([entry]))[-1]
+        except TimeoutError:
+            detail = f"the log did not answer within {exchange.timeout_s * 1000:.0f} ms; it may have taken the events"
+            raise ServiceError("deadline_exceeded", detail) from None
 
 
 def _without_duplicates(raw: RawEvents) -> RawEvents:

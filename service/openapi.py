@@ -14,7 +14,7 @@ Json = dict[str, Any]
 REF = "#/components/schemas/{name}"
 
 # Errors that any call may answer with, and those of calls with a body.
-ANYWHERE = ("overloaded", "internal")
+ANYWHERE = ("quota_exceeded", "overloaded", "internal")
 WITH_BODY = ("malformed", "unsupported_media_type", "too_large", "invalid", "deadline_exceeded")
 READING = ("not_ready",)
 SCORING = (*READING, "not_acceptable")

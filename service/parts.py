@@ -3,12 +3,15 @@
 from dataclasses import dataclass
 
 from service.access import Access
+from service.admission import Admission
 from service.health import Health
 from service.ingest import Ingest
 from service.live_model import LiveModel
 from service.meters import Meters
 from service.operations import Operations
 from service.proto_wire import Messages
+from service.quota import Quotas
+from service.request_log import RequestLog
 from service.wire import Requests
 from trainer.schema import Schema
 from trainer.settings import Limits, Settings
@@ -27,6 +30,9 @@ class Parts:
     health: Health
     meters: Meters
     operations: Operations
+    admission: Admission
+    quotas: Quotas
+    request_log: RequestLog
     access: Access | None = None  # none: no tokens, whoever reaches a listener may call it
 
     @property

@@ -11,10 +11,20 @@ from starlette.exceptions import HTTPException
 
 from service import answers, catalogue, openapi, packed_answers
 from service.access import admin_gate, public_gate
+from service.admission import Lane
 from service.edge import EXCHANGE, Edge, problem_reply
 from service.errors import ServiceError, as_service_error
-from service.exchange import Exchange
-from service.limits import BODY_TYPES, EVENT_TYPES, JSON_TYPES, MSGPACK_TYPES, ClientGone, check_type, read_body
+from service.exchange import Exchange, wanted_timeout_s
+from service.limits import (
+    BODY_TYPES,
+    EVENT_TYPES,
+    JSON_TYPES,
+    MSGPACK_TYPES,
+    ClientGone,
+    check_type,
+    is_gone,
+    read_body,
+)
 from service.live_model import Scores
 from service.negotiation import accepted
 from service.openapi_access import with_tokens
@@ -45,7 +55,9 @@ def build_app(parts: Parts) -> Edge:
     face = Face(parts)
     for path, method, handler in face.routes():
         _add_route(app, path, method, handler)
-    return Edge(app, parts.meters, parts.limits, public_gate(parts.access))
+    return Edge(
+        app, parts.meters, parts.limits, public_gate(parts.access), quotas=parts.quotas, request_log=parts.request_log
+    )
 
 
 def build_admin_app(parts: Parts) -> Edge:
@@ -63,7 +75,9 @@ def build_admin_app(parts: Parts) -> Edge:
     _add_route(app, "/metrics", "GET", metrics)
     for path, method, handler in face.admin_routes():
         _add_route(app, path, method, handler)
-    return Edge(app, parts.meters, parts.limits, admin_gate(parts.access))
+    return Edge(
+        app, parts.meters, parts.limits, admin_gate(parts.access), quotas=parts.quotas, request_log=parts.request_log
+    )
 
 
 def _add_route(app: FastAPI, path: str, method: str, handler: Handler) -> None:
@@ -119,15 +133,17 @@ class Face:
 
     async def events(self, request: Request) -> Response:
         """Append events to the log."""
-        body = await self._body(request, EVENT_TYPES)
-        raw, rejected = self._parse_events(body, msgpack=_exchange(request).is_msgpack)
-        published = await self.parts.ingest.publish(raw, rejected)
+        body = await self._body(request, EVENT_TYPES, self.parts.admission.writes)
+        exchange = _exchange(request)
+        raw, rejected = self._parse_events(body, msgpack=exchange.is_msgpack)
+        exchange.num_items = raw.inputs.count + len(rejected)
+        published = await self.parts.ingest.publish(raw, rejected, exchange)
         return _json(answers.publish_json(published), status=202)
 
     async def score(self, request: Request) -> Response:
         """Score candidates."""
         kind = accepted(request.headers.get("accept"), FORMS)
-        body = await self._body(request, BODY_TYPES)
+        body = await self._body(request, BODY_TYPES, self.parts.admission.reads)
         msgpack = _exchange(request).is_msgpack
         scores = self.parts.model.score(self.parts.requests.score(body, msgpack=msgpack))
         exchange = _answered(request, scores)
@@ -140,7 +156,7 @@ class Face:
     async def rank(self, request: Request) -> Response:
         """Rank candidates."""
         kind = accepted(request.headers.get("accept"), FORMS)
-        body = await self._body(request, BODY_TYPES)
+        body = await self._body(request, BODY_TYPES, self.parts.admission.reads)
         candidates, top_k = self.parts.requests.rank(body, msgpack=_exchange(request).is_msgpack)
         scores = self.parts.model.score(candidates)
         exchange, best_K = _answered(request, scores), scores.best(top_k)
@@ -156,11 +172,14 @@ class Face:
     async def lookup(self, request: Request) -> Response:
         """Rows of ids."""
         kind = accepted(request.headers.get("accept"), FORMS)
-        body = await self._body(request, BODY_TYPES)
+        body = await self._body(request, BODY_TYPES, self.parts.admission.reads)
         table = self.parts.model.table(request.path_params["table"])
         rows = self.parts.model.lookup(table, self.parts.requests.lookup(body, msgpack=_exchange(request).is_msgpack))
         self.parts.meters.looked_up(table.name, rows.status_N)
-        _exchange(request).stamp = rows.stamp
+        exchange = _exchange(request)
+        exchange.stamp = rows.stamp
+        exchange.num_items = len(rows.status_N)
+        exchange.check_deadline()
         if kind == answers.JSON_TYPE:
             return _json(answers.lookup_json(rows))
         if kind == packed_answers.MSGPACK_TYPE:
@@ -180,7 +199,7 @@ class Face:
 
     async def resize(self, request: Request) -> Response:
         """Give a table another capacity."""
-        body = await self._body(request, JSON_TYPES)
+        body = await self._body(request, JSON_TYPES, None)
         capacity = capacity_of(body)
         return _encoded(await self.parts.operations.resize(request.path_params["table"], capacity), status=202)
 
@@ -234,13 +253,20 @@ class Face:
             raise ServiceError("not_ready", self.parts.health.attach_problem)
         return _json(b'{"status":"ok"}')
 
-    async def _body(self, request: Request, types: frozenset[bytes]) -> bytes:
+    async def _body(self, request: Request, types: frozenset[bytes], lane: Lane | None) -> bytes:
+        """The body, once it is there and it is this request's turn in its lane; None: it takes no turn."""
         exchange = _exchange(request)
+        exchange.limit(wanted_timeout_s(request.headers.get("x-request-timeout-ms"), self._timeout_s))
+        if lane is not None:
+            self.parts.quotas.check(exchange.client)
         content_type = request.headers.get("content-type")
         kind = check_type(content_type.encode("latin-1") if content_type is not None else None, types)
         exchange.is_msgpack = kind in MSGPACK_TYPES
         packed = is_packed(request.headers.get("content-encoding"))
-        body = await read_body(request.receive, self.parts.limits, timeout_s=self._timeout_s)
+        body = await read_body(request.receive, self.parts.limits, timeout_s=exchange.timeout_s)
+        waited = lane is not None and await self.parts.admission.enter(exchange, lane, len(body))
+        if waited and is_gone(request.receive):
+            raise ClientGone
         if packed:
             body = unpack(body, self.parts.limits)
         waited_s = exchange.elapsed_s
@@ -262,6 +288,8 @@ def _exchange(request: Request) -> Exchange:
 def _answered(request: Request, scores: Scores) -> Exchange:
     exchange = _exchange(request)
     exchange.stamp = scores.stamp
+    exchange.num_items = len(scores.probabilities_B)
+    exchange.check_deadline()
     exchange.stage("gather", scores.gather_s)
     exchange.stage("model", scores.model_s)
     return exchange
@@ -294,6 +322,7 @@ def _error_handlers(limits: Limits) -> dict[Any, Any]:
         return response
 
     async def gone(request: Request, error: ClientGone) -> Response:
+        _exchange(request).code = "client_gone"
         return Response(status_code=CLIENT_GONE)
 
     return {LivebedError: ours, Exception: ours, HTTPException: routing, ClientGone: gone}

@@ -1,6 +1,5 @@
 """The gRPC face: the same parts, checks and errors as over HTTP. One method of a servicer is one call of a part."""
 
-import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, NoReturn, TypeAlias, TypeVar
@@ -9,6 +8,7 @@ import grpc
 import grpc.aio
 
 from service import embedding_service_pb2, event_service_pb2, scoring_service_pb2
+from service.admission import Lane
 from service.embedding_service_pb2 import LookupEmbeddingsRequest, LookupEmbeddingsResponse
 from service.embedding_service_pb2_grpc import EmbeddingServiceServicer
 from service.errors import ServiceError, as_service_error, rpc_status
@@ -25,6 +25,7 @@ from service.ingest import now_us
 from service.live_model import Scores
 from service.parts import Parts
 from service.proto_wire import lookup_response, publish_response, rank_response, score_response
+from service.quota import client_key
 from service.scoring_service_pb2 import RankRequest, RankResponse, ScoreRequest, ScoreResponse
 from service.scoring_service_pb2_grpc import ScoringServiceServicer
 from trainer.errors import LogError
@@ -40,8 +41,6 @@ STATUS_DETAILS = "grpc-status-details-bin"  # where clients look for google.rpc.
 CODES: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
 MIN_PING_INTERVAL_MS = 10_000  # clients that ping more often are told to go away
 
-logger = logging.getLogger("livebed.service")
-
 
 class Calls:
     """Answers calls: request ids, timings, metrics and errors in one place."""
@@ -49,24 +48,67 @@ class Calls:
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
 
-    async def answer(self, context: Context, route: str, make: Callable[[Exchange], Awaitable[Reply]]) -> Reply:
-        """What `make` makes, or the error that it raised."""
-        exchange = Exchange(metadata(context, "x-request-id"))
+    async def answer(
+        self,
+        context: Context,
+        route: str,
+        make: Callable[[Exchange], Awaitable[Reply]],
+        *,
+        size: int = 0,
+        lane: Lane | None = None,
+    ) -> Reply:
+        """What `make` makes, or the error that it raised. `size`: its bytes; without a lane it waits for no turn."""
+        exchange = self.exchange(context, route)
         status = "CANCELLED"
         try:
+            if lane is not None:
+                await self.enter(exchange, lane, size)
             reply = await make(exchange)
+            if lane is self.parts.admission.reads:
+                exchange.check_deadline()
             status = "OK"
         except Exception as error:
-            answer = as_service_error(error)
-            status = CODES[answer.kind.grpc].name
-            if answer.code == "internal":
-                logger.error("request %s failed", exchange.request_id, exc_info=error)
-            self.parts.meters.refused(answer.code)
+            answer, status = self.refused(error, exchange, context)
             await abort(context, answer, exchange)
         finally:
+            self.leave(exchange)
             self.parts.meters.request(face="grpc", route=route, code=status, duration_s=exchange.elapsed_s)
+            if exchange.elapsed_s > self.parts.request_log.slow_s:
+                self.parts.request_log.slow(exchange, status=status, traceparent=metadata(context, "traceparent"))
         context.set_trailing_metadata(tuple(exchange.headers()))
         return reply
+
+    def refused(self, error: Exception, exchange: Exchange, context: Context) -> tuple[ServiceError, str]:
+        """What to answer for an exception, and its gRPC status; counted, and logged if it is our fault."""
+        answer = as_service_error(error)
+        if answer.code == "internal":
+            self.parts.request_log.failed(exchange, error, traceparent=metadata(context, "traceparent"))
+        self.parts.meters.refused(answer.code)
+        return answer, CODES[answer.kind.grpc].name
+
+    def exchange(self, context: Context, route: str) -> Exchange:
+        """Begin one call, with the caller's deadline or ours."""
+        exchange = Exchange(metadata(context, "x-request-id"))
+        exchange.route = route
+        token = None
+        if self.parts.access is not None and self.parts.quotas.is_on:  # the token was checked before the call began
+            token = self.parts.access.token((metadata(context, "authorization") or "").encode()).name
+        exchange.client = client_key(token, context.peer())
+        remaining_s = context.time_remaining()
+        longest_s = self.parts.settings.serving.request_timeout_s
+        exchange.limit(longest_s if remaining_s is None else min(remaining_s, longest_s))
+        return exchange
+
+    async def enter(self, exchange: Exchange, lane: Lane, size: int) -> None:
+        """Return when it is the request's turn. Raises ServiceError. One whose caller has gone is cancelled by gRPC."""
+        self.parts.quotas.check(exchange.client)
+        await self.parts.admission.enter(exchange, lane, size)
+        self.parts.meters.queue_wait.observe(exchange.elapsed_s)
+
+    def leave(self, exchange: Exchange) -> None:
+        """The request is over, however it went."""
+        exchange.finish()
+        self.parts.quotas.charge(exchange.client, exchange.num_items)
 
 
 async def abort(context: Context, error: ServiceError, exchange: Exchange) -> NoReturn:
@@ -86,7 +128,8 @@ class Scoring(Calls, ScoringServiceServicer):
             scores = self._scores(request, exchange)
             return score_response(scores, request_id=exchange.request_id)
 
-        return await self.answer(context, f"/{SCORING}/Score", make)
+        reads = self.parts.admission.reads
+        return await self.answer(context, f"/{SCORING}/Score", make, size=request.ByteSize(), lane=reads)
 
     async def Rank(self, request: RankRequest, context: Context) -> RankResponse:
         """The best candidates."""
@@ -96,11 +139,13 @@ class Scoring(Calls, ScoringServiceServicer):
             scores = self._scores(request.score, exchange)
             return rank_response(scores, scores.best(top_k), request_id=exchange.request_id)
 
-        return await self.answer(context, f"/{SCORING}/Rank", make)
+        reads = self.parts.admission.reads
+        return await self.answer(context, f"/{SCORING}/Rank", make, size=request.ByteSize(), lane=reads)
 
     def _scores(self, request: ScoreRequest, exchange: Exchange) -> Scores:
         scores = self.parts.model.score(self.parts.messages.candidates(request))
         exchange.stamp = scores.stamp
+        exchange.num_items = len(scores.probabilities_B)
         exchange.stage("gather", scores.gather_s)
         exchange.stage("model", scores.model_s)
         return scores
@@ -115,7 +160,8 @@ class Embeddings(Calls, EmbeddingServiceServicer):
         async def make(exchange: Exchange) -> LookupEmbeddingsResponse:
             return self.lookup(request, exchange)
 
-        return await self.answer(context, f"/{EMBEDDINGS}/LookupEmbeddings", make)
+        reads = self.parts.admission.reads
+        return await self.answer(context, f"/{EMBEDDINGS}/LookupEmbeddings", make, size=request.ByteSize(), lane=reads)
 
     def lookup(self, request: LookupEmbeddingsRequest, exchange: Exchange) -> LookupEmbeddingsResponse:
         """The answer to one lookup."""
@@ -125,6 +171,7 @@ class Embeddings(Calls, EmbeddingServiceServicer):
         exchange.stage("gather", time.perf_counter() - began_s)
         self.parts.meters.looked_up(table.name, rows.status_N)
         exchange.stamp = rows.stamp
+        exchange.num_items = len(rows.status_N)
         return lookup_response(rows)
 
 
@@ -135,44 +182,40 @@ class Events(Calls, EventServiceServicer):
         """Append events to the log."""
 
         async def make(exchange: Exchange) -> PublishEventsResponse:
-            return await self._publish(request)
+            return await self._publish(request, exchange)
 
-        return await self.answer(context, f"/{EVENTS}/PublishEvents", make)
+        writes = self.parts.admission.writes
+        return await self.answer(context, f"/{EVENTS}/PublishEvents", make, size=request.ByteSize(), lane=writes)
 
     async def PublishEventStream(
         self, request_iterator: AsyncIterator[PublishEventStreamRequest], context: Context
     ) -> AsyncIterator[PublishEventStreamResponse]:
         """An answer to each message, in order; one message is under way at a time."""
-        exchange = Exchange(metadata(context, "x-request-id"))
         route = f"/{EVENTS}/PublishEventStream"
+        exchange = self.exchange(context, route)
         async for message in request_iterator:
             one = Exchange(exchange.request_id)
+            one.route, one.client = route, exchange.client
+            one.limit(self.parts.settings.serving.request_timeout_s)
             try:
-                yield PublishEventStreamResponse(published=await self._publish(message.publish))
+                await self.enter(one, self.parts.admission.writes, message.ByteSize())
+                yield PublishEventStreamResponse(published=await self._publish(message.publish, one))
                 status = "OK"
             except LogError as error:
                 answer = as_service_error(error)
                 self.parts.meters.refused(answer.code)
                 await abort(context, answer, exchange)
             except Exception as error:
-                answer = as_service_error(error)
-                status = CODES[answer.kind.grpc].name
-                if answer.code == "internal":
-                    logger.error("request %s failed", exchange.request_id, exc_info=error)
-                self.parts.meters.refused(answer.code)
+                answer, status = self.refused(error, one, context)
                 yield PublishEventStreamResponse(error=Refusal(code=answer.code, detail=answer.detail))
+            finally:
+                self.leave(one)
             self.parts.meters.request(face="grpc", route=route, code=status, duration_s=one.elapsed_s)
 
-    async def _publish(self, request: PublishEventsRequest) -> PublishEventsResponse:
+    async def _publish(self, request: PublishEventsRequest, exchange: Exchange) -> PublishEventsResponse:
         raw, rejected = self.parts.messages.events(request, now_us())
-        return publish_response(await self.parts.ingest.publish(raw, rejected))
-
-
-def status_name(answer: ServiceError, exchange: Exchange, error: Exception) -> str:
-    """The gRPC status of an error, for the metrics; one that is ours is logged."""
-    if answer.code == "internal":
-        logger.error("request %s failed", exchange.request_id, exc_info=error)
-    return CODES[answer.kind.grpc].name
+        exchange.num_items = raw.inputs.count + len(rejected)
+        return publish_response(await self.parts.ingest.publish(raw, rejected, exchange))
 
 
 def metadata(context: Context, wanted: str) -> str | None:

@@ -1,5 +1,7 @@
 """The gRPC server of a worker: what it serves, how it listens, what it says of its health."""
 
+from collections.abc import Sequence
+
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
@@ -26,12 +28,17 @@ MIN_PING_INTERVAL_MS = 10_000  # clients that ping more often are told to go awa
 class RpcServer:
     """The gRPC server of one worker. Several workers listen on one port (SO_REUSEPORT), the kernel shares it out."""
 
-    def __init__(self, parts: Parts, certificates: Certificates | None = None) -> None:
+    def __init__(
+        self,
+        parts: Parts,
+        certificates: Certificates | None = None,
+        interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+    ) -> None:
         self._health = health_aio.HealthServicer()
         self._certificates = certificates
         access = parts.access
         self._server = grpc.aio.server(
-            interceptors=[] if access is None else [AccessInterceptor(access, parts.meters, abort)],
+            interceptors=[*interceptors, *([] if access is None else [AccessInterceptor(access, parts.meters, abort)])],
             maximum_concurrent_rpcs=MAX_IN_FLIGHT,
             options=[
                 ("grpc.max_receive_message_length", int(parts.limits.body_bytes)),

@@ -13,12 +13,11 @@ from service.embedding_service_pb2 import (
     WatchEmbeddingsRequest,
     WatchEmbeddingsResponse,
 )
-from service.errors import ServiceError, as_service_error
-from service.exchange import Exchange
+from service.errors import ServiceError
 from service.live_model import Stamp
 from service.parts import Parts
 from service.proto_wire import stamp_message
-from service.rpc import EMBEDDINGS, Context, Embeddings, abort, metadata, status_name
+from service.rpc import EMBEDDINGS, Context, Embeddings, abort
 from trainer.errors import StoreUnavailable
 
 MIN_INTERVAL_MS: Final = 10
@@ -43,26 +42,26 @@ class EmbeddingStreams(Embeddings):
         self, request_iterator: AsyncIterator[StreamLookupRequest], context: Context
     ) -> AsyncIterator[StreamLookupResponse]:
         """An answer to each message, in order; one message is under way at a time, which is the back-pressure."""
-        request_id = metadata(context, "x-request-id")
         route = f"/{EMBEDDINGS}/StreamLookup"
         async for message in request_iterator:
-            one = Exchange(request_id)
+            one = self.exchange(context, route)
+            one.limit(self.parts.settings.serving.request_timeout_s)
             status = "OK"
             try:
+                await self.enter(one, self.parts.admission.reads, message.ByteSize())
                 yield StreamLookupResponse(rows=self.lookup(message.lookup, one))
             except Exception as error:
-                answer = as_service_error(error)
-                status = status_name(answer, one, error)
-                self.parts.meters.refused(answer.code)
+                answer, status = self.refused(error, one, context)
                 yield StreamLookupResponse(error=LookupRefusal(code=answer.code, detail=answer.detail))
             finally:
+                self.leave(one)
                 self.parts.meters.request(face="grpc", route=route, code=status, duration_s=one.elapsed_s)
 
     async def WatchEmbeddings(
         self, request: WatchEmbeddingsRequest, context: Context
     ) -> AsyncIterator[WatchEmbeddingsResponse]:
         """Ids that change, until the caller ends it or the worker drains."""
-        exchange = Exchange(metadata(context, "x-request-id"))
+        exchange = self.exchange(context, f"/{EMBEDDINGS}/WatchEmbeddings")
         status = "OK"
         self._num_watchers += 1
         try:
@@ -80,14 +79,11 @@ class EmbeddingStreams(Embeddings):
             status = "CANCELLED"
             raise
         except Exception as error:
-            answer = as_service_error(error)
-            status = status_name(answer, exchange, error)
-            self.parts.meters.refused(answer.code)
+            answer, status = self.refused(error, exchange, context)
             await abort(context, answer, exchange)
         finally:
             self._num_watchers -= 1
-            route = f"/{EMBEDDINGS}/WatchEmbeddings"
-            self.parts.meters.request(face="grpc", route=route, code=status, duration_s=exchange.elapsed_s)
+            self.parts.meters.request(face="grpc", route=exchange.route, code=status, duration_s=exchange.elapsed_s)
 
     async def _look(self, changes: Changes) -> tuple[Stamp, Change, float]:
         """A look in a thread, with the version taken before it: what changed up to it has been seen."""

@@ -11,7 +11,7 @@ import fcntl
 import os
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -22,6 +22,19 @@ MARK: Final = ".livebed-run"  # lies in every run directory: what has none is so
 # The trainer of a supervisor that was killed still writes its last checkpoint; starting beside it would be two writers.
 LOCK_WAIT_S: Final = 20.0
 POLL_S: Final = 0.05
+
+
+@contextlib.contextmanager
+def directory_errors(field: str) -> Iterator[None]:
+    """Inside, what the system says of a directory becomes a sentence that names its setting."""
+    try:
+        yield
+    except OSError as error:
+        variable = f"LIVEBED_{field.upper()}"
+        raise LivebedError(
+            f"{field}: cannot use {error.filename} ({error.strerror}); set {field} or {variable} to a directory that "
+            "this user may write to"
+        ) from None
 
 
 class RunDirectory:

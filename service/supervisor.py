@@ -23,7 +23,7 @@ from types import FrameType, TracebackType
 from typing import IO, Final, Self
 
 from service.ports import listen, reserve
-from service.run_dir import PARTS, RunDirectory, remove_stale
+from service.run_dir import PARTS, RunDirectory, directory_errors, remove_stale
 from service.supervised import Supervised, SupervisedBroker, ended
 from service.tls import read_certificate
 from service.tokens import read_tokens
@@ -211,7 +211,11 @@ class Supervisor:
         if self.settings.run_dir is None:
             for removed in remove_stale(path.parent, f"livebed-{os.getuid()}-"):
                 log.warning("removed %s, left behind by a system that was killed", removed)
-        self._run_directory = RunDirectory(path, self.parts)
+        with directory_errors("run_dir"):
+            self._run_directory = RunDirectory(path, self.parts)
+        if "trainer" in self.parts:
+            with directory_errors("data_dir"):
+                (self.settings.data_dir / self.settings.name).mkdir(parents=True, exist_ok=True)
         self.settings = self.settings.model_copy(
             update={"run_dir": path, "data_dir": self.settings.data_dir.absolute()}
         )

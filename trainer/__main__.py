@@ -11,6 +11,7 @@ import threading
 from pathlib import Path
 
 from trainer.errors import CheckpointError, LogTruncated, SchemaMismatch, SettingsError, UnsupportedByEventEngine
+from trainer.log_lines import log_to_stderr
 from trainer.loop import Trainer
 from trainer.settings import Settings
 
@@ -25,12 +26,14 @@ def main() -> int:
     )
     parser.add_argument("--settings", type=Path, required=True, help="resolved settings as JSON (livebed config print)")
     options = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s trainer %(levelname)s %(message)s")
+    log_to_stderr("trainer")
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     try:
-        Trainer(Settings.model_validate_json(options.settings.read_bytes())).run(stop)
+        settings = Settings.model_validate_json(options.settings.read_bytes())
+        log_to_stderr("trainer", form=settings.logging.format)
+        Trainer(settings).run(stop)
     except (SettingsError, SchemaMismatch, CheckpointError, LogTruncated, UnsupportedByEventEngine) as error:
         logger.error("%s", error)
         return USAGE

@@ -17,7 +17,7 @@ from trainer.errors import SettingsError
 
 ENVIRONMENT_PREFIX = "LIVEBED_"
 # Short names that people already have in their environment, and the CLI's own, which are no settings.
-ENVIRONMENT_ALIASES = {"REDIS_URL": "STREAM__URL"}
+ENVIRONMENT_ALIASES = {"REDIS_URL": "STREAM__URL", "LOG": "LOGGING__FORMAT"}
 ENVIRONMENT_IGNORED = frozenset({"CONFIG", "URL", "ADMIN_URL", "TOKEN", "CA_FILE", "CLIENT_CERT", "CLIENT_KEY"})
 TIME_INPUT = "$time"  # a feature whose source is this reads the event's own time, in ms since 1970 UTC
 
@@ -278,6 +278,26 @@ class Limits(Frozen):
     top_k: int = Field(1000, ge=1)
 
 
+class LoggingSettings(Frozen):
+    """How all processes log, on standard error."""
+
+    format: Literal["text", "json"] = "text"
+
+
+class QueueSettings(Frozen):
+    """Estimated work that may wait for its turn in a worker; what comes beyond it is refused (`overloaded`)."""
+
+    read_ms: float = Field(500.0, gt=0)  # scores, ranks, lookups
+    write_ms: float = Field(1000.0, gt=0)  # events
+
+
+class QuotaSettings(Frozen):
+    """What one client may ask for, in ids, candidates and events; each worker counts for itself."""
+
+    ids_per_s: float | None = Field(None, gt=0)  # none: no quota
+    burst: int = Field(10_000, ge=1)  # what may be asked for at once after a pause
+
+
 class TlsSettings(Frozen):
     """Certificates of the listeners, in PEM; read again when the files change.
 
@@ -308,8 +328,13 @@ class ServingSettings(Frozen):
     tls: TlsSettings | None = None
     insecure_no_auth: bool = False
     insecure_plaintext: bool = False
-    request_timeout_s: float = Field(5.0, gt=0)
+    request_timeout_s: float = Field(5.0, gt=0)  # the longest that a request may take; it may ask for less
     limits: Limits = Limits()
+    queue: QueueSettings = QueueSettings()
+    quota: QuotaSettings = QuotaSettings()
+    # Where spans of requests go (OTLP over HTTP, extra `otel`); none: OTEL_EXPORTER_OTLP_ENDPOINT, or nowhere.
+    otel_endpoint: Annotated[str, Field(pattern=r"^https?://")] | None = None
+    slow_request_ms: float | None = Field(None, gt=0)  # requests that take longer are logged; none: none is
 
     @property
     def admin_tls(self) -> TlsSettings | None:
@@ -360,6 +385,7 @@ class Settings(Frozen):
     store: StoreSettings = StoreSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     serving: ServingSettings = ServingSettings()
+    logging: LoggingSettings = LoggingSettings()
 
     @classmethod
     def load(

@@ -65,7 +65,7 @@ class RunningWorker:
         self._listeners = Listeners(listener(), listener())
         ports = [opened.getsockname()[1] for opened in (self._listeners.http, self._listeners.admin)]
         self.worker = Worker(self.settings, worker=self._number, listeners=self._listeners)
-        self._loop = asyncio.get_running_loop()
+        self.loop = asyncio.get_running_loop()
         self.http_port, self.admin_port = ports
         running = asyncio.create_task(self.worker.run(signals=False))
         while not self.worker.grpc_port and not running.done():
@@ -88,7 +88,7 @@ class RunningWorker:
 
     def stop(self) -> None:
         if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self.worker.ask_to_stop)
+            self.loop.call_soon_threadsafe(self.worker.ask_to_stop)
             self._thread.join(30)
 
     def __exit__(

@@ -89,7 +89,7 @@ def test_direct_dependencies_are_locked_within_their_bounds() -> None:
 
 def test_what_the_code_imports_is_declared_and_what_is_declared_is_imported() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    texts = project["dependencies"] + project["optional-dependencies"]["torchrec"]
+    texts = sum(project["optional-dependencies"].values(), project["dependencies"])
     declared = {canonicalize_name(Requirement(text).name) for text in texts}
     providers = metadata.packages_distributions()
     imported = {
