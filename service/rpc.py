@@ -1,5 +1,6 @@
 """The gRPC face: the same parts, checks and errors as over HTTP. One method of a servicer is one call of a part."""
 
+import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, NoReturn, TypeAlias, TypeVar
@@ -92,7 +93,8 @@ class Calls:
         exchange.route = route
         token = None
         if self.parts.access is not None and self.parts.quotas.is_on:  # the token was checked before the call began
-            token = self.parts.access.token((metadata(context, "authorization") or "").encode()).name
+            with contextlib.suppress(ServiceError):  # it has just expired: the next call will be refused
+                token = self.parts.access.token((metadata(context, "authorization") or "").encode()).name
         exchange.client = client_key(token, context.peer())
         remaining_s = context.time_remaining()
         longest_s = self.parts.settings.serving.request_timeout_s
