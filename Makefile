@@ -26,17 +26,20 @@ demo: setup ## start everything, replay a real click log against it, then keep s
 test: setup ## run all tests (unit, contract, system)
 	@$(PYTHON_ENV)/python -m pytest -q
 
-check: setup ## linters, types, architecture, wire format, generated code, licences
+check: setup ## linters, types, architecture, wire format and API unbroken, generated code, licences, advisories
 	$(PYTHON_ENV)/ruff check .
 	$(PYTHON_ENV)/ruff format --check .
 	$(PYTHON_ENV)/mypy --strict trainer service
 	$(PYTHON_ENV)/lint-imports --no-logo
 	$(PYTHON_ENV)/buf lint proto
+	$(PYTHON_ENV)/buf breaking proto --against tests/contract/baseline/proto.binpb
+	$(PYTHON_ENV)/python -m tests.contract.openapi_diff
 	@$(MAKE) --no-print-directory stubs OUT=.cache/stubs
 	@for stub in $$(cd .cache/stubs && find . -name '*_pb2*'); do \
 		cmp ".cache/stubs/$$stub" "$$stub" || { echo "the stubs are older than the .proto files: run make proto"; exit 1; }; \
 	done
 	@$(MAKE) --no-print-directory licences
+	@$(PYTHON_ENV)/python requirements/audit.py
 
 bench: setup ## run every benchmark and fill the README's table
 	@$(PYTHON_ENV)/python -m tests.bench.report
