@@ -133,12 +133,12 @@ def _split(name: str, raw: bytes | memoryview, count: int) -> Texts:
 @kernel
 def _split_texts(raw: UInt8s, text: UInt8s, lengths_N: Int64s) -> bool:
     """Take the lengths out from between the texts; false if they do not add up to all there is."""
-    at = to = 0
+    at, to = np.int64(0), np.int64(0)
     for n in range(lengths_N.shape[0]):
         if at + 4 > raw.shape[0]:
             return False
-        low = np.int64(raw[at]) | np.int64(raw[at + 1]) << 8
-        length = low | np.int64(raw[at + 2]) << 16 | np.int64(raw[at + 3]) << 24
+        low, high = np.int64(raw[at]) | np.int64(raw[at + 1]) << 8, np.int64(raw[at + 2]) | np.int64(raw[at + 3]) << 8
+        length = low | high << 16
         at += 4
         if length > raw.shape[0] - at or length > text.shape[0] - to:
             return False
