@@ -14,7 +14,7 @@ from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from service import open_inference_pb2
 from service.open_inference_pb2 import ModelInferRequest
 from service.open_inference_pb2_grpc import GRPCInferenceServiceStub
-from tests.contract.running import RunningWorker
+from tests.contract.running import RunningWorker, wait_until
 
 TIME_MS = 1_700_000_000_000
 NUM_ROWS = 40
@@ -77,6 +77,7 @@ def test_tritonclient_gets_the_bits_of_v1_score_over_http_binary_http_json_and_g
     assert len(set(expected)) > 20
     assert [outcome["scores"] for outcome in outcomes] == [expected] * 3
     assert {outcome["id"] for outcome in outcomes} == {"my-id"}
+    assert [outcome["is_binary"] for outcome in outcomes] == [True, False, True]
     np.testing.assert_array_equal(expected, system.sdk.score(ROWS, time_ms=TIME_MS).scores)
 
 
@@ -155,6 +156,10 @@ def test_tritonclient_is_told_what_it_did_wrong_over_every_form(system: RunningW
 @pytest.mark.parametrize("datatype", ["INT64", "INT32"])
 def test_integers_are_the_ids_of_their_text_and_minus_one_pads(system: RunningWorker, datatype: str) -> None:
     rows = [{"user_id": 42, "previous": [7, 8]}, {"user_id": -3, "previous": []}]
+    events = [{"features": {"user_id": user, "item_id": 7 + user % 2}, "label": user % 2} for user in (42, -3) * 10]
+    step = system.http.get("/v1/model").json()["step"]
+    system.sdk.publish(events)
+    wait_until(lambda: system.http.get("/v1/model").json()["step"] == step + len(events))
     users, previous = ["user_id", datatype, [42, -3]], ["previous", datatype, [[7, -1, 8], [-1, -1, -1]]]
     time = ["$time_ms", "INT64", [TIME_MS]]
     outcomes = triton(system, *({"over": form, "tensors": [users, previous, time]} for form in FORMS))
@@ -242,13 +247,22 @@ def test_an_error_is_in_the_protocols_own_grammar(
 
 
 @pytest.mark.parametrize(
-    "raw", [b"\x02\x00\x00\x00\xc3\xa9", b"\x01\x00\x00\x00\xc3", b"\xff\xff\xff\xff", b"\x00" * 5]
+    ("raw", "count", "status"),
+    [
+        (b"\x02\x00\x00\x00\xc3\xa9", 1, 200),
+        (b"\x01\x00\x00\x00\xc3", 1, 422),  # half a character
+        (b"\x01\x00\x00\x00\xc3\x01\x00\x00\x00\xa9", 2, 422),  # one character across two texts
+        (b"\xff\xff\xff\xff", 1, 422),
+        (b"\x00" * 5, 1, 422),
+        (b"\x00" * 4, 2, 422),
+    ],
 )
-def test_bytes_that_are_no_texts_are_refused_unless_they_are(system: RunningWorker, raw: bytes) -> None:
-    inputs = [{"name": "user_id", "datatype": "BYTES", "shape": [1], "parameters": {"binary_data_size": len(raw)}}]
+def test_bytes_are_texts_of_their_own_or_refused(system: RunningWorker, raw: bytes, count: int, status: int) -> None:
+    parameters = {"binary_data_size": len(raw)}
+    inputs = [{"name": "user_id", "datatype": "BYTES", "shape": [count], "parameters": parameters}]
     head = json.dumps({"inputs": inputs}).encode()
     reply = infer(system, head + raw, inference_header_content_length=str(len(head)))
-    assert reply.status_code == (200 if raw.endswith(b"\xc3\xa9") else 422), reply.text
+    assert reply.status_code == status, reply.text
 
 
 def test_a_number_that_is_not_finite_is_refused(system: RunningWorker) -> None:

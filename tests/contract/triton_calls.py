@@ -56,7 +56,8 @@ async def http(client: Any, call: dict[str, Any], model: str) -> dict[str, Any]:
         request_id=call.get("id", ""),
     )
     answer = result.get_response()
-    return {"scores": result.as_numpy("score").tolist(), "id": answer.get("id"), "version": answer["model_version"]}
+    is_binary = "binary_data_size" in answer["outputs"][0].get("parameters", {})
+    return {"scores": result.as_numpy("score").tolist(), "id": answer.get("id"), "is_binary": is_binary}
 
 
 def grpc(client: Any, call: dict[str, Any], model: str) -> dict[str, Any]:
@@ -71,7 +72,8 @@ def grpc(client: Any, call: dict[str, Any], model: str) -> dict[str, Any]:
         request_id=call.get("id", ""),
     )
     answer = result.get_response()
-    return {"scores": result.as_numpy("score").tolist(), "id": answer.id, "version": answer.model_version}
+    is_binary = len(answer.raw_output_contents) == 1
+    return {"scores": result.as_numpy("score").tolist(), "id": answer.id, "is_binary": is_binary}
 
 
 async def main(http_address: str, grpc_address: str, model: str) -> None:
