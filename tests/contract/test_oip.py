@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -14,7 +15,9 @@ from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from service import open_inference_pb2
 from service.open_inference_pb2 import ModelInferRequest
 from service.open_inference_pb2_grpc import GRPCInferenceServiceStub
+from tests.contract.conftest import settings_in
 from tests.contract.running import RunningWorker, wait_until
+from trainer.broker import Broker
 
 TIME_MS = 1_700_000_000_000
 NUM_ROWS = 40
@@ -295,6 +298,19 @@ def test_paths_under_v2_that_lead_nowhere_say_so_in_the_protocols_grammar(system
     ):
         reply = system.http.request(method, path)
         assert (reply.status_code, list(reply.json())) == (status, ["error"])
+
+
+def test_without_a_model_it_lives_and_is_not_ready(tmp_path: Path, broker: Broker) -> None:
+    with RunningWorker(settings_in(tmp_path, broker.url)) as worker:
+        wait_until(lambda: "loading" not in worker.http.get("/readyz").json()["detail"])
+        assert worker.http.get("/v2/health/live").json() == {"live": True}
+        for path in ("/v2/health/ready", "/v2/models/contract/ready", "/v2/models/contract"):
+            reply = worker.http.get(path)
+            assert (reply.status_code, list(reply.json()), reply.headers["retry-after"]) == (503, ["error"], "1")
+        assert infer(worker, {"inputs": [ONE]}).status_code == 503
+        asked = [("is_server_live", []), ("is_server_ready", []), ("is_model_ready", ["contract"])]
+        calls = [{"over": form, "ask": ask, "arguments": a} for form in ("http", "grpc") for ask, a in asked]
+        assert [outcome["said"] for outcome in triton(worker, *calls)] == [True, False, False] * 2
 
 
 def test_requests_are_counted_by_the_template_of_their_route(system: RunningWorker) -> None:
