@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from service import answers
+from service.admission import Lane
 from service.catalogue import package_version
 from service.edge import EXCHANGE
 from service.errors import ServiceError
@@ -34,7 +35,7 @@ from service.parts import Parts
 from service.tensors import BYTES, Tensor, invalid, listed_tensor, num_values, raw_tensor
 from trainer.event_json import Integer, Number
 
-Body = Callable[[Request, frozenset[bytes]], Awaitable[bytes]]
+Body = Callable[[Request, frozenset[bytes], Lane | None], Awaitable[bytes]]
 
 # Clients that send bytes call them so, and some that send JSON do too: what a body is its headers' length says.
 INFER_TYPES = frozenset({b"application/json", b"application/octet-stream"})
@@ -146,7 +147,7 @@ class ErrorAnswer(msgspec.Struct):
 
 
 class OpenInferenceFace:
-    """The handlers. `body` reads a request's body under the limits."""
+    """The handlers. `body` reads a request's body under the limits, in its turn."""
 
     def __init__(self, parts: Parts, body: Body) -> None:
         self.parts = parts
@@ -202,7 +203,7 @@ class OpenInferenceFace:
 
     async def infer(self, request: Request) -> Response:
         """Score rows."""
-        body = await self._body(request, INFER_TYPES)
+        body = await self._body(request, INFER_TYPES, self.parts.admission.reads)
         self._check_path(request)
         asked, rest = self._decoded(body, request.headers.get(HEADER_LENGTH))
         tensors = self._read(asked, rest)
@@ -313,6 +314,8 @@ def _exchange(request: Request) -> Exchange:
 def _answered(request: Request, scores: Scores) -> None:
     exchange = _exchange(request)
     exchange.stamp = scores.stamp
+    exchange.num_items = len(scores.probabilities_B)
+    exchange.check_deadline()
     exchange.stage("gather", scores.gather_s)
     exchange.stage("model", scores.model_s)
 

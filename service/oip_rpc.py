@@ -1,7 +1,5 @@
 """The Open Inference Protocol over gRPC: the public `inference.GRPCInferenceService`."""
 
-from typing import TYPE_CHECKING, Any
-
 import numpy as np
 
 from service import open_inference_pb2
@@ -35,11 +33,10 @@ from service.open_inference_pb2 import (
     ServerReadyRequest,
     ServerReadyResponse,
 )
-from service.open_inference_pb2_grpc import GRPCInferenceServiceServicer, add_GRPCInferenceServiceServicer_to_server
+from service.open_inference_pb2_grpc import GRPCInferenceServiceServicer
+from service.parts import Parts
+from service.rpc import Calls, Context
 from service.tensors import Tensor, listed_tensor, num_values, raw_tensor
-
-if TYPE_CHECKING:
-    from service.rpc import Calls, Context
 
 OPEN_INFERENCE: str = open_inference_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
 # Which field of `contents` holds the values of a datatype.
@@ -52,31 +49,30 @@ CONTENTS = {
 }
 
 
-class OpenInference(GRPCInferenceServiceServicer):
+class OpenInference(Calls, GRPCInferenceServiceServicer):
     """Health, metadata and inference."""
 
-    def __init__(self, calls: "Calls") -> None:
-        self.calls = calls
-        self.parts = calls.parts
-        self.tensors = Tensors(calls.parts.settings.name, calls.parts.requests)
+    def __init__(self, parts: Parts) -> None:
+        super().__init__(parts)
+        self.tensors = Tensors(parts.settings.name, parts.requests)
 
-    async def ServerLive(self, request: ServerLiveRequest, context: "Context") -> ServerLiveResponse:
+    async def ServerLive(self, request: ServerLiveRequest, context: Context) -> ServerLiveResponse:
         """The process lives."""
 
         async def make(exchange: Exchange) -> ServerLiveResponse:
             return ServerLiveResponse(live=True)
 
-        return await self.calls.answer(context, f"/{OPEN_INFERENCE}/ServerLive", make)
+        return await self.answer(context, f"/{OPEN_INFERENCE}/ServerLive", make)
 
-    async def ServerReady(self, request: ServerReadyRequest, context: "Context") -> ServerReadyResponse:
+    async def ServerReady(self, request: ServerReadyRequest, context: Context) -> ServerReadyResponse:
         """Whether this worker can answer."""
 
         async def make(exchange: Exchange) -> ServerReadyResponse:
             return ServerReadyResponse(ready=await self._is_ready())
 
-        return await self.calls.answer(context, f"/{OPEN_INFERENCE}/ServerReady", make)
+        return await self.answer(context, f"/{OPEN_INFERENCE}/ServerReady", make)
 
-    async def ModelReady(self, request: ModelReadyRequest, context: "Context") -> ModelReadyResponse:
+    async def ModelReady(self, request: ModelReadyRequest, context: Context) -> ModelReadyResponse:
         """Whether the model can be asked."""
 
         async def make(exchange: Exchange) -> ModelReadyResponse:
@@ -86,17 +82,17 @@ class OpenInference(GRPCInferenceServiceServicer):
                 self._check_version(request.version, exchange)
             return ModelReadyResponse(ready=is_ready)
 
-        return await self.calls.answer(context, f"/{OPEN_INFERENCE}/ModelReady", make)
+        return await self.answer(context, f"/{OPEN_INFERENCE}/ModelReady", make)
 
-    async def ServerMetadata(self, request: ServerMetadataRequest, context: "Context") -> ServerMetadataResponse:
+    async def ServerMetadata(self, request: ServerMetadataRequest, context: Context) -> ServerMetadataResponse:
         """What this server is."""
 
         async def make(exchange: Exchange) -> ServerMetadataResponse:
             return ServerMetadataResponse(name=SERVER, version=package_version(), extensions=EXTENSIONS)
 
-        return await self.calls.answer(context, f"/{OPEN_INFERENCE}/ServerMetadata", make)
+        return await self.answer(context, f"/{OPEN_INFERENCE}/ServerMetadata", make)
 
-    async def ModelMetadata(self, request: ModelMetadataRequest, context: "Context") -> ModelMetadataResponse:
+    async def ModelMetadata(self, request: ModelMetadataRequest, context: Context) -> ModelMetadataResponse:
         """What the model takes and gives."""
 
         async def make(exchange: Exchange) -> ModelMetadataResponse:
@@ -110,15 +106,16 @@ class OpenInference(GRPCInferenceServiceServicer):
                 outputs=[_metadata(SCORE_SPEC)],
             )
 
-        return await self.calls.answer(context, f"/{OPEN_INFERENCE}/ModelMetadata", make)
+        return await self.answer(context, f"/{OPEN_INFERENCE}/ModelMetadata", make)
 
-    async def ModelInfer(self, request: ModelInferRequest, context: "Context") -> ModelInferResponse:
+    async def ModelInfer(self, request: ModelInferRequest, context: Context) -> ModelInferResponse:
         """Score rows."""
 
         async def make(exchange: Exchange) -> ModelInferResponse:
             return self._infer(request, exchange)
 
-        return await self.calls.answer(context, f"/{OPEN_INFERENCE}/ModelInfer", make)
+        reads, size = self.parts.admission.reads, request.ByteSize()
+        return await self.answer(context, f"/{OPEN_INFERENCE}/ModelInfer", make, size=size, lane=reads)
 
     def _infer(self, request: ModelInferRequest, exchange: Exchange) -> ModelInferResponse:
         self.tensors.check_model(request.model_name)
@@ -130,6 +127,7 @@ class OpenInference(GRPCInferenceServiceServicer):
         scores = self.parts.model.score(self.tensors.candidates(_read(request)))
         check_version(request.model_version, scores.stamp)  # it may have moved on meanwhile
         exchange.stamp = scores.stamp
+        exchange.num_items = len(scores.probabilities_B)
         exchange.stage("gather", scores.gather_s)
         exchange.stage("model", scores.model_s)
         values_B = scores.probabilities_B.astype("<f4", copy=False)
@@ -149,12 +147,6 @@ class OpenInference(GRPCInferenceServiceServicer):
     def _check_version(self, version: str, exchange: Exchange) -> None:
         exchange.stamp = self.parts.model.stamp()
         check_version(version, exchange.stamp)
-
-
-def add_open_inference(calls: "Calls", server: Any) -> str:
-    """Let a server answer these calls too; returns the service's full name."""
-    add_GRPCInferenceServiceServicer_to_server(OpenInference(calls), server)
-    return OPEN_INFERENCE
 
 
 def _read(request: ModelInferRequest) -> list[Tensor]:
