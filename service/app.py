@@ -15,7 +15,7 @@ import socket
 from dataclasses import dataclass
 from typing import Any
 
-from service import catalogue
+from service import catalogue, tensors
 from service.access import Access
 from service.admission import Admission
 from service.edge import App
@@ -209,7 +209,7 @@ def build_parts(settings: Settings, board: Board, log: AsyncEventLog, probe: Asy
 
 def load_kernels() -> None:
     """Compile what a worker calls, or load it from the cache on disk: a minute, or half a second."""
-    for module in (hashing, events, live, entities, scorer):
+    for module in (hashing, events, live, entities, scorer, tensors):
         module.warm()
 
 

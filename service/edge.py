@@ -4,7 +4,14 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from service.access import Gate
-from service.errors import PROBLEM_TYPE, ServiceError, as_service_error, problem_json
+from service.errors import (
+    PROBLEM_TYPE,
+    ServiceError,
+    as_service_error,
+    is_open_inference,
+    open_inference_json,
+    problem_json,
+)
 from service.exchange import Exchange
 from service.limits import MAX_IN_FLIGHT, Message, Receive, check_length, is_drainable
 from service.meters import Meters
@@ -102,8 +109,10 @@ def problem_reply(
     """Status, headers and body of an error; says so in the exchange. `max_bytes`: the limit of a body."""
     exchange: Exchange = scope[EXCHANGE]
     exchange.code = error.code
-    body = problem_json(error, request_id=exchange.request_id, instance=scope["path"], **more)
-    headers = {"content-type": PROBLEM_TYPE, "content-length": str(len(body))}
+    body, kind = problem_json(error, request_id=exchange.request_id, instance=scope["path"], **more), PROBLEM_TYPE
+    if is_open_inference(scope["path"]):
+        body, kind = open_inference_json(error), "application/json"
+    headers = {"content-type": kind, "content-length": str(len(body))}
     if error.retry_after_s is not None:
         headers["retry-after"] = str(error.retry_after_s)
     if error.code == "unauthenticated":

@@ -49,6 +49,7 @@ KINDS: dict[str, Kind] = {
     "not_found": Kind(404, code_pb2.NOT_FOUND, "There is nothing here"),
     "unknown_table": Kind(404, code_pb2.NOT_FOUND, "There is no such table"),
     "unknown_id": Kind(404, code_pb2.NOT_FOUND, "There is no row for that id"),
+    "unknown_model": Kind(404, code_pb2.NOT_FOUND, "There is no such model"),
     "unknown_version": Kind(404, code_pb2.NOT_FOUND, "There is no such version"),
     "refused": Kind(409, code_pb2.FAILED_PRECONDITION, "That cannot be done now"),
     "no_trainer": Kind(503, code_pb2.UNAVAILABLE, "No trainer runs here", RETRY_S),
@@ -155,6 +156,16 @@ def problem_json(error: ServiceError, *, request_id: str, instance: str, **more:
     if error.limit is not None:
         problem["limit"] = {"name": error.limit[0], "value": error.limit[1]}
     return orjson.dumps(problem)
+
+
+def is_open_inference(path: str) -> bool:
+    """Whether a path belongs to the Open Inference Protocol, which has an error grammar of its own."""
+    return path == "/v2" or path.startswith("/v2/")
+
+
+def open_inference_json(error: ServiceError) -> bytes:
+    """The body of an HTTP error under `/v2`."""
+    return orjson.dumps({"error": error.detail})
 
 
 def rpc_status(error: ServiceError, *, request_id: str) -> status_pb2.Status:

@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from service import answers, catalogue, operations
+from service import answers, catalogue, oip_openapi, operations
 from service.errors import KINDS, PROBLEM_TYPE
 from service.packed_answers import MSGPACK_TYPE
 from service.wire import Requests
@@ -64,6 +64,7 @@ def _paths() -> Json:
         "/livez": {"get": _operation("The process lives", "Readiness")},
         "/readyz": {"get": _readyz()},
         "/startupz": {"get": _operation("This worker has been ready once", "Readiness", errors=READING)},
+        **oip_openapi.paths(_operation),
     }
 
 
@@ -213,6 +214,7 @@ def _schemas(requests: Requests) -> Json:
         catalogue.Readiness,
         operations.InspectAnswer,
         operations.VersionsAnswer,
+        *oip_openapi.TYPES,
     ]
     _, schemas = msgspec.json.schema_components(types, ref_template=REF)
     event = _event(schemas["Row"])

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from service.errors import KINDS, PROBLEM_TYPE
+from service.answers import JSON_TYPE
+from service.errors import KINDS, PROBLEM_TYPE, is_open_inference
 from service.openapi import REF
 from service.scopes import OPEN, http_scope
 
@@ -18,12 +19,14 @@ def with_tokens(document: Json) -> Json:
             if method == "parameters" or scope == OPEN:
                 continue
             operation["security"] = [{"token": [scope]}]
-            operation["responses"] |= {str(KINDS[code].http): _refusal(code) for code in REFUSALS}
+            operation["responses"] |= {str(KINDS[code].http): _refusal(code, path) for code in REFUSALS}
     scheme = {"type": "http", "scheme": "bearer", "description": "A token of `livebed token create`"}
     document["components"]["securitySchemes"] = {"token": scheme}
     return document
 
 
-def _refusal(code: str) -> Json:
+def _refusal(code: str, path: str) -> Json:
     content = {PROBLEM_TYPE: {"schema": {"$ref": REF.format(name="Problem")}}}
+    if is_open_inference(path):
+        content = {JSON_TYPE: {"schema": {"$ref": REF.format(name="ErrorAnswer")}}}
     return {"description": f"`{code}`: {KINDS[code].title}", "content": content}

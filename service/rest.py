@@ -27,6 +27,7 @@ from service.limits import (
 )
 from service.live_model import Scores
 from service.negotiation import accepted
+from service.oip_rest import OpenInferenceFace
 from service.openapi_access import with_tokens
 from service.operations import capacity_of
 from service.parts import Parts
@@ -117,6 +118,7 @@ class Face:
             ("/livez", "GET", self.livez),
             ("/readyz", "GET", self.readyz),
             ("/startupz", "GET", self.startupz),
+            *OpenInferenceFace(self.parts, self._body).routes(),
         ]
 
     def admin_routes(self) -> list[tuple[str, str, Handler]]:

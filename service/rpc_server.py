@@ -13,6 +13,8 @@ from service.health import Report
 from service.http_server import HANDSHAKE_S, max_connections
 from service.limits import MAX_IN_FLIGHT
 from service.model_service_pb2_grpc import add_ModelServiceServicer_to_server
+from service.oip_rpc import OPEN_INFERENCE, OpenInference
+from service.open_inference_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
 from service.parts import Parts
 from service.rpc import EMBEDDINGS, EVENTS, SCORING, Events, Scoring, abort
 from service.rpc_access import AccessInterceptor
@@ -54,9 +56,11 @@ class RpcServer:
         add_EmbeddingServiceServicer_to_server(EmbeddingStreams(parts), self._server)
         add_ScoringServiceServicer_to_server(Scoring(parts), self._server)
         add_ModelServiceServicer_to_server(Models(parts), self._server)
+        add_GRPCInferenceServiceServicer_to_server(OpenInference(parts), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        names = (EVENTS, EMBEDDINGS, SCORING, MODELS, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name)
-        reflection.enable_server_reflection((*names, reflection.SERVICE_NAME), self._server)
+        names = (EVENTS, EMBEDDINGS, SCORING, MODELS, OPEN_INFERENCE)
+        health = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+        reflection.enable_server_reflection((*names, health, reflection.SERVICE_NAME), self._server)
 
     async def start(self, host: str, port: int) -> int:
         """Listen; returns the port (0 takes any)."""
@@ -71,7 +75,7 @@ class RpcServer:
     async def show(self, report: Report) -> None:
         """Let grpc.health.v1.Health follow what `/readyz` says; the event service needs the log alone."""
         reads = report.status != "not_ready"
-        reading = [(name, reads) for name in ("", EMBEDDINGS, SCORING, MODELS)]
+        reading = [(name, reads) for name in ("", EMBEDDINGS, SCORING, MODELS, OPEN_INFERENCE)]
         for name, serving in (*reading, (EVENTS, report.ok("log"))):
             status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
             await self._health.set(name, status)

@@ -80,6 +80,15 @@ def test_a_call_needs_a_token_with_its_scope(guarded: Guarded, call: str, body: 
     assert guarded.call(call, guarded.tokens[scope], json=body).status_code in {200, 202, 404}
 
 
+def test_the_open_inference_protocol_wants_the_same_tokens_and_refuses_in_its_own_grammar(guarded: Guarded) -> None:
+    call = "POST /v2/models/contract/infer"
+    body = {"inputs": [{"name": "user_id", "datatype": "BYTES", "shape": [1], "data": ["u1"]}]}
+    for token, status in ((None, 401), ("lookup", 403)):
+        reply = guarded.call(call, token and guarded.tokens[token], json=body)
+        assert (reply.status_code, list(reply.json())) == (status, ["error"])
+    assert guarded.call(call, guarded.tokens["score"], json=body).status_code == 200
+
+
 @pytest.mark.parametrize(
     "call", ["GET /v1/model", "GET /v1/model/versions", "GET /v1/tables", "GET /v1/info", "GET /openapi.json"]
 )
