@@ -13,6 +13,7 @@ from service import answers, catalogue, openapi
 from service.edge import EXCHANGE, Edge, problem_reply
 from service.errors import ServiceError, as_service_error
 from service.exchange import Exchange
+from service.hot_path import CLIENT_GONE, HotPath
 from service.limits import EVENT_TYPES, JSON_TYPES, ClientGone, check_type, read_body
 from service.live_model import Scores
 from service.negotiation import accepted
@@ -25,7 +26,6 @@ Handler = Callable[[Request], Awaitable[Response]]
 # No pages that load scripts from elsewhere; a path has one spelling.
 PLAIN: dict[str, Any] = {"docs_url": None, "redoc_url": None, "redirect_slashes": False}
 JSON = [answers.JSON_TYPE]
-CLIENT_GONE = 499  # as nginx counts it; nobody reads it
 ROUTING_CODES = {404: "not_found", 405: "method_not_allowed"}
 
 
@@ -37,7 +37,8 @@ def build_app(parts: Parts) -> Edge:
     face = Face(parts)
     for path, method, handler in face.routes():
         _add_route(app, path, method, handler)
-    return Edge(app, parts.meters, parts.limits)
+    hot = {path: handler for path, method, handler in face.routes() if method == "POST"}
+    return Edge(HotPath(app, hot), parts.meters, parts.limits)
 
 
 def build_admin_app(parts: Parts) -> Edge:
