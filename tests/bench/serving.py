@@ -3,6 +3,9 @@
 Closed loop: the next request leaves when the answer to the last has come. Open loop: requests are due at a steady
 rate, and latency counts from when each was due, so a slow answer is not hidden by sending less. Beside each figure
 stands the same client against an empty handler of the same framework, in the same run.
+
+`--peers` then puts one frozen model behind Livebed, LitServe, TorchServe and a careful FastAPI server, one after the
+other (`serving_peers.py`; about five minutes).
 """
 
 import itertools
@@ -23,6 +26,7 @@ import numpy as np
 import yaml
 
 from service.embedding_service_pb2 import LookupEmbeddingsRequest
+from tests.bench import serving_peers
 from tests.bench.empty_server import GRPC_METHOD
 from tests.bench.harness import arguments, emit, goal, percentiles_ms
 from tests.stack import Stack, free_port
@@ -197,7 +201,11 @@ def run(stack: Stack, seconds: float) -> dict[str, Any]:
 
 def main() -> None:
     """Measure and print."""
-    options = arguments(__doc__ or "").parse_args()
+    parser = arguments(__doc__ or "")
+    parser.add_argument("--peers", action="store_true", help="the same model behind other servers too")
+    parser.add_argument("--seconds", type=float, help="of each measurement (5; 1.5 with --quick or --peers)")
+    options = parser.parse_args()
+    seconds = options.seconds or (1.5 if options.quick or options.peers else 5.0)
     with tempfile.TemporaryDirectory(prefix="livebed-") as name:
         directory = Path(name)
         path = directory / "livebed.yaml"
@@ -208,7 +216,7 @@ def main() -> None:
             for _ in bodies:
                 fill()
             stack.wait_until(lambda: stack.get("/v1/model")[1]["step"] >= VOCABULARY, "the vocabulary learned")
-            results = run(stack, 1.5 if options.quick else 5.0)
+            results = run(stack, seconds)
     trained = results["training"]
     score, lookup = trained["http_score_100x8"], trained["grpc_lookup_100x64"]
     ratio = lookup["closed_ms"]["p50"] / trained["grpc_empty"]["closed_ms"]["p50"]
@@ -220,6 +228,9 @@ def main() -> None:
         goal("score 100 x 8 over HTTP while training, p99", score["closed_ms"]["p99"], "ms", at_most=4.0),
         goal("gRPC lookup 100 x 64 over an empty handler, p50", ratio, "x", at_most=1.3),
     ]
+    if options.peers:
+        results["peers"] = serving_peers.run(1.0 if options.quick else 2 * seconds)
+        goals += serving_peers.goals(results["peers"])
     emit("serving", results, goals, options.json)
 
 
