@@ -26,7 +26,10 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 # Refused before the body was read; what is left of it is read, or the connection closed, whichever is cheaper.
 UNREAD = frozenset({"too_large", "unauthenticated", "permission_denied"})
 EXCHANGE = "livebed.exchange"  # where an exchange lies in the ASGI scope
-PROBES = frozenset({"/livez", "/readyz", "/startupz"})  # "not ready" is their answer, not a refusal
+# "Not ready" is their answer, not a refusal.
+PROBES = frozenset(
+    {"/livez", "/readyz", "/startupz", "/v2/health/live", "/v2/health/ready", "/v2/models/{model}/ready"}
+)
 
 
 class Edge:
