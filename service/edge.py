@@ -112,9 +112,10 @@ def problem_reply(
     """Status, headers and body of an error; says so in the exchange. `max_bytes`: the limit of a body."""
     exchange: Exchange = scope[EXCHANGE]
     exchange.code = error.code
-    body, kind = problem_json(error, request_id=exchange.request_id, instance=scope["path"], **more), PROBLEM_TYPE
     if is_open_inference(scope["path"]):
         body, kind = open_inference_json(error), "application/json"
+    else:
+        body, kind = problem_json(error, request_id=exchange.request_id, instance=scope["path"], **more), PROBLEM_TYPE
     headers = {"content-type": kind, "content-length": str(len(body))}
     if error.retry_after_s is not None:
         headers["retry-after"] = str(error.retry_after_s)
