@@ -26,7 +26,10 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 # Refused before the body was read; what is left of it is read, or the connection closed, whichever is cheaper.
 UNREAD = frozenset({"too_large", "unauthenticated", "permission_denied"})
 EXCHANGE = "livebed.exchange"  # where an exchange lies in the ASGI scope
-PROBES = frozenset({"/livez", "/readyz", "/startupz"})  # "not ready" is their answer, not a refusal
+# "Not ready" is their answer, not a refusal.
+PROBES = frozenset(
+    {"/livez", "/readyz", "/startupz", "/v2/health/live", "/v2/health/ready", "/v2/models/{model}/ready"}
+)
 
 
 class Edge:
@@ -109,9 +112,10 @@ def problem_reply(
     """Status, headers and body of an error; says so in the exchange. `max_bytes`: the limit of a body."""
     exchange: Exchange = scope[EXCHANGE]
     exchange.code = error.code
-    body, kind = problem_json(error, request_id=exchange.request_id, instance=scope["path"], **more), PROBLEM_TYPE
     if is_open_inference(scope["path"]):
         body, kind = open_inference_json(error), "application/json"
+    else:
+        body, kind = problem_json(error, request_id=exchange.request_id, instance=scope["path"], **more), PROBLEM_TYPE
     headers = {"content-type": kind, "content-length": str(len(body))}
     if error.retry_after_s is not None:
         headers["retry-after"] = str(error.retry_after_s)

@@ -3,20 +3,20 @@
 from collections.abc import Callable
 from typing import Any
 
-from service import answers, oip_rest
+from service import answers, oip_json
 from service.errors import PROBLEM_TYPE
 from service.oip_rest import HEADER_LENGTH
 
 Json = dict[str, Any]
 TYPES = (
-    oip_rest.InferRequest,
-    oip_rest.InferAnswer,
-    oip_rest.ModelMetadata,
-    oip_rest.ServerMetadata,
-    oip_rest.ServerLive,
-    oip_rest.ServerReady,
-    oip_rest.ModelReady,
-    oip_rest.ErrorAnswer,
+    oip_json.InferRequest,
+    oip_json.InferAnswer,
+    oip_json.ModelMetadata,
+    oip_json.ServerMetadata,
+    oip_json.ServerLive,
+    oip_json.ServerReady,
+    oip_json.ModelReady,
+    oip_json.ErrorAnswer,
 )
 MODEL = ("/v2/models/{model}", "/v2/models/{model}/versions/{version}")
 BYTES_LAYOUT = f"`{HEADER_LENGTH}` bytes of JSON, then the values of the tensors that say `binary_data_size`"

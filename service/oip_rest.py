@@ -5,7 +5,7 @@ say `binary_data_size` follow, end to end. Errors are `{"error": "..."}` (see `e
 """
 
 from collections.abc import Awaitable, Callable
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -31,8 +31,21 @@ from service.oip import (
     check_parameter,
     check_version,
 )
+from service.oip_json import (
+    InferAnswer,
+    InferRequest,
+    InputTensor,
+    ModelMetadata,
+    ModelReady,
+    OutputTensor,
+    ServerLive,
+    ServerMetadata,
+    ServerReady,
+    TensorMetadata,
+)
 from service.parts import Parts
 from service.tensors import BYTES, Tensor, invalid, listed_tensor, num_values, raw_tensor
+from service.wire import list_of
 from trainer.event_json import Integer, Number
 
 Body = Callable[[Request, frozenset[bytes], Lane | None], Awaitable[bytes]]
@@ -42,108 +55,6 @@ INFER_TYPES = frozenset({b"application/json", b"application/octet-stream"})
 HEADER_LENGTH = "inference-header-content-length"
 BINARY_SIZE = "binary_data_size"
 JSON_VALUES: dict[str, Any] = {BYTES: str, "INT32": Integer, "INT64": Integer, "FP32": Number, "FP64": Number}
-
-Dimension = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-Parameters = dict[str, Any]
-RawArray = Annotated[
-    msgspec.Raw, msgspec.Meta(extra_json_schema={"type": "array"})
-]  # what its items are a datatype says
-
-
-class InputTensor(msgspec.Struct, gc=False):
-    """One input of all rows. `data` is in row-major order, flat or nested; without it `parameters.binary_data_size`."""
-
-    name: str
-    shape: list[Dimension]
-    datatype: str
-    parameters: Parameters = {}
-    data: RawArray | msgspec.UnsetType = msgspec.UNSET
-
-
-class RequestedOutput(msgspec.Struct, gc=False):
-    """An output that is wanted, in bytes if `parameters.binary_data`."""
-
-    name: str
-    parameters: Parameters = {}
-
-
-class InferRequest(msgspec.Struct, gc=False):
-    """Body of an inference. `parameters.binary_data_output`: outputs come as bytes unless they say otherwise."""
-
-    inputs: list[InputTensor]
-    id: str | None = None
-    parameters: Parameters = {}
-    outputs: list[RequestedOutput] = []
-
-
-class OutputTensor(msgspec.Struct, omit_defaults=True):
-    """One output: its numbers in `data`, or in so many bytes behind the JSON as `parameters.binary_data_size` says."""
-
-    name: str
-    datatype: str
-    shape: list[int]
-    parameters: dict[str, int] = {}
-    data: list[float] | None = None
-
-
-class InferAnswer(msgspec.Struct, omit_defaults=True):
-    """Scores of the rows; `id` is the request's."""
-
-    model_name: str
-    model_version: str
-    outputs: list[OutputTensor]
-    id: str | None = None
-
-
-class TensorMetadata(msgspec.Struct):
-    """One tensor; -1 is the number of rows."""
-
-    name: str
-    datatype: str
-    shape: list[int]
-
-
-class ModelMetadata(msgspec.Struct):
-    """What the model takes and gives."""
-
-    name: str
-    versions: list[str]
-    platform: str
-    inputs: list[TensorMetadata]
-    outputs: list[TensorMetadata]
-
-
-class ServerMetadata(msgspec.Struct):
-    """What this server is."""
-
-    name: str
-    version: str
-    extensions: list[str]
-
-
-class ServerLive(msgspec.Struct):
-    """The process lives."""
-
-    live: bool
-
-
-class ServerReady(msgspec.Struct):
-    """This worker can answer."""
-
-    ready: bool
-
-
-class ModelReady(msgspec.Struct):
-    """The model can be asked."""
-
-    name: str
-    ready: bool
-
-
-class ErrorAnswer(msgspec.Struct):
-    """What went wrong, in the protocol's own grammar."""
-
-    error: str
 
 
 class OpenInferenceFace:
@@ -295,11 +206,6 @@ class OpenInferenceFace:
             return Response(head, media_type=answers.JSON_TYPE)
         headers = {HEADER_LENGTH: str(len(head))}
         return Response(head + values_B.tobytes(), media_type=answers.BINARY_TYPE, headers=headers)
-
-
-def list_of(item: Any) -> Any:
-    """The type of a list, of a type made at run time."""
-    return list[item]
 
 
 def _metadata(spec: TensorSpec) -> TensorMetadata:

@@ -16,7 +16,8 @@ from service import open_inference_pb2
 from service.open_inference_pb2 import ModelInferRequest
 from service.open_inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.contract.conftest import settings_in
-from tests.contract.running import RunningWorker, wait_until
+from tests.contract.running import RunningTrainer, RunningWorker, wait_until
+from trainer.board import read
 from trainer.broker import Broker
 
 TIME_MS = 1_700_000_000_000
@@ -307,10 +308,32 @@ def test_without_a_model_it_lives_and_is_not_ready(tmp_path: Path, broker: Broke
         for path in ("/v2/health/ready", "/v2/models/contract/ready", "/v2/models/contract"):
             reply = worker.http.get(path)
             assert (reply.status_code, list(reply.json()), reply.headers["retry-after"]) == (503, ["error"], "1")
+        refusals = read(worker.settings.metrics_path).value("livebed_rejected_requests_total", reason="not_ready")
+        assert refusals == 1  # of the metadata: the others are probes, which say so and refuse nothing
         assert infer(worker, {"inputs": [ONE]}).status_code == 503
         asked = [("is_server_live", []), ("is_server_ready", []), ("is_model_ready", ["contract"])]
         calls = [{"over": form, "ask": ask, "arguments": a} for form in ("http", "grpc") for ask, a in asked]
         assert [outcome["said"] for outcome in triton(worker, *calls)] == [True, False, False] * 2
+
+
+def test_rows_that_are_not_scored_in_time_are_not_answered(system: RunningWorker) -> None:
+    body = {"inputs": [tensor("user_id", "BYTES", [f"u{k}" for k in range(1024)])]}
+    late = infer(system, body, x_request_timeout_ms="1")
+    assert (late.status_code, list(late.json())) == (504, ["error"])
+    assert infer(system, body, x_request_timeout_ms="4000").status_code == 200
+
+
+def test_rows_are_charged_to_a_quota(tmp_path: Path, broker: Broker) -> None:
+    quota = {"serving.quota.ids_per_s": 1.0, "serving.quota.burst": 50}
+    settings = settings_in(tmp_path, broker.url, **quota)
+    with RunningTrainer(settings), RunningWorker(settings) as worker:
+        worker.wait_ready()
+        rows = {"inputs": [tensor("price", "FP64", [1.0] * 60)]}
+        replies = [infer(worker, rows) for _ in range(2)]
+        assert [reply.status_code for reply in replies] == [200, 429]
+        assert (list(replies[1].json()), replies[1].headers["retry-after"].isdigit()) == (["error"], True)
+        first, second = triton(worker, *[{"over": "grpc", "tensors": [["price", "FP64", [1.0] * 60]]}] * 2)
+        assert (len(first["scores"]), second["status"]) == (60, "StatusCode.RESOURCE_EXHAUSTED")
 
 
 def test_requests_are_counted_by_the_template_of_their_route(system: RunningWorker) -> None:
