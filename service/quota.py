@@ -9,6 +9,7 @@ import math
 import time
 from collections import OrderedDict
 from typing import Final
+from urllib.parse import unquote
 
 from service.errors import ServiceError
 from trainer.settings import QuotaSettings
@@ -70,8 +71,11 @@ def client_key(token: str | None, peer: str) -> str:
     """Whose quota a request is charged to: its token's name, without one the address that it came from.
 
     >>> client_key(None, "ipv4:10.0.0.7:51234"), client_key(None, "ipv6:%5B::1%5D:51234"), client_key("ads", "10.0.0.7")
-    ('ipv4:10.0.0.7', 'ipv6:%5B::1%5D', 'token ads')
+    ('10.0.0.7', '::1', 'token ads')
     """
     if token is not None:
         return f"token {token}"
-    return peer.rpartition(":")[0] if peer.startswith(("ipv4:", "ipv6:")) else peer
+    kind, _, rest = peer.partition(":")
+    if kind in {"ipv4", "ipv6"}:  # as gRPC names it, with its port
+        return unquote(rest.rpartition(":")[0]).strip("[]")
+    return peer

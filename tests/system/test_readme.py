@@ -41,7 +41,7 @@ def run(kind: str, text: str, running: Running) -> str:
 
 
 def test_all_three_ways_to_use_it_are_shown() -> None:
-    assert [kind for kind, _ in TESTED] == ["sh", "sh", "sh", "python", "python"]
+    assert [kind for kind, _ in TESTED] == ["sh", "sh", "sh", "python", "python", "sh", "python"]
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="the examples use curl")
@@ -61,6 +61,12 @@ def test_the_stream_example_trains_the_model(running: Running) -> None:
 
 def test_the_grpc_example_prints_what_it_found(running: Running) -> None:
     assert "(3, 16)" in run(*TESTED[4], running)
+
+
+def test_the_examples_of_the_open_inference_protocol_score(running: Running) -> None:
+    answered = json.loads(run(*TESTED[5], running))
+    assert answered["outputs"][0]["shape"] == [2]
+    assert run(*TESTED[6], running).startswith("[")
 
 
 def test_the_guided_tour_leads_to_six_files_that_exist() -> None:
