@@ -14,6 +14,7 @@ from service.errors import (
 )
 from service.exchange import Exchange
 from service.limits import MAX_IN_FLIGHT, Message, Receive, check_length, is_drainable
+from service.live_model import Stamp
 from service.meters import Meters
 from service.quota import Quotas, client_key
 from service.request_log import RequestLog
@@ -36,14 +37,24 @@ class Edge:
     """Wraps an ASGI application; the only place that knows every request's end."""
 
     def __init__(
-        self, app: App, meters: Meters, limits: Limits, gate: Gate | None, *, quotas: Quotas, request_log: RequestLog
+        self,
+        app: App,
+        meters: Meters,
+        limits: Limits,
+        gate: Gate | None,
+        *,
+        quotas: Quotas,
+        request_log: RequestLog,
+        stamp: Callable[[], Stamp | None],
     ) -> None:
+        """`stamp`: which model is served, for answers that read no row."""
         self._app = app
         self._meters = meters
         self._limits = limits
         self._gate = gate
         self._quotas = quotas
         self._log = request_log
+        self._stamp = stamp
         self._num_in_flight = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -51,7 +62,7 @@ class Edge:
         exchange = Exchange(_header(scope, b"x-request-id"))
         exchange.client = client_key(None, scope["client"][0] if scope["client"] else "")
         scope[EXCHANGE] = exchange
-        reply = _Reply(exchange, send)
+        reply = _Reply(exchange, send, self._served)
         self._num_in_flight += 1
         try:
             if self._num_in_flight > MAX_IN_FLIGHT:
@@ -69,8 +80,12 @@ class Edge:
             exchange.finish()
             self._quotas.charge(exchange.client, exchange.num_items)
             self._count(exchange, reply.status)
-            if exchange.elapsed_s > self._log.slow_s:
+            if exchange.elapsed_s > self._log.slow_s and not exchange.is_stream:
                 self._log.slow(exchange, status=str(reply.status), traceparent=_header(scope, b"traceparent"))
+
+    def _served(self, exchange: Exchange) -> Stamp | None:
+        """Which model is served, for callers who may know: where there are tokens, those who have one."""
+        return self._stamp() if self._gate is None or exchange.token is not None else None
 
     async def _answer_error(self, error: Exception, scope: Scope, reply: "_Reply") -> None:
         """An error that no handler of the application has turned into an answer."""
@@ -93,14 +108,17 @@ class Edge:
 class _Reply:
     """Sends a reply, with our headers added; remembers its status."""
 
-    def __init__(self, exchange: Exchange, send: Send) -> None:
+    def __init__(self, exchange: Exchange, send: Send, served: Callable[[Exchange], Stamp | None]) -> None:
         self.status = 0
         self._exchange = exchange
         self._send = send
+        self._served = served
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
+            if self._exchange.stamp is None:
+                self._exchange.stamp = self._served(self._exchange)
             added = [(name.encode(), value.encode()) for name, value in self._exchange.headers()]
             message["headers"] = [*message["headers"], *added]
         await self._send(message)

@@ -25,8 +25,8 @@ class Exchange:
     """Filled in by whoever answers; read when headers and metrics are written."""
 
     __slots__ = (
-        *("arrived_s", "client", "code", "deadline_s", "is_msgpack", "num_items", "request_id", "route", "stages"),
-        *("stamp", "timeout_s", "token", "work"),
+        *("arrived_s", "client", "code", "deadline_s", "is_msgpack", "is_stream", "num_items", "request_id"),
+        *("route", "stages", "stamp", "timeout_s", "token", "work"),
     )
 
     def __init__(self, wanted_id: str | None) -> None:
@@ -36,6 +36,7 @@ class Exchange:
         self.arrived_s = time.perf_counter()
         self.route = UNMATCHED
         self.is_msgpack = False  # its body is MessagePack, not JSON
+        self.is_stream = False  # it lasts as long as its caller likes
         self.stamp: Stamp | None = None
         self.stages: list[tuple[str, float]] = []
         self.code: str | None = None  # of the error that was answered
@@ -48,6 +49,10 @@ class Exchange:
     def stage(self, name: str, seconds: float) -> None:
         """Say how long a part took."""
         self.stages.append((name, seconds))
+
+    def read(self, gather_s: float, *, model_s: float) -> None:
+        """Say how long reading rows and the net took; a lookup has no net."""
+        self.stages += (("gather", gather_s), ("model", model_s))
 
     def limit(self, timeout_s: float) -> None:
         """Set the deadline, from the arrival on."""

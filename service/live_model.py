@@ -13,7 +13,7 @@ import numpy.typing as npt
 from service.changes import Changes
 from service.errors import ServiceError
 from trainer.entities import RecordLayout
-from trainer.errors import SettingsError, StoreUnavailable, UnsupportedByEventEngine
+from trainer.errors import SchemaMismatch, SettingsError, StoreUnavailable, UnsupportedByEventEngine
 from trainer.events import Features, Inputs, derive, merge_context
 from trainer.hashing import MISSING_ID
 from trainer.live import LEARNED, Reader, StoreState
@@ -102,6 +102,13 @@ class LiveModel:
         """The version that an answer made now comes from."""
         self._ready()
         return self._stamp()
+
+    def stamp_if_any(self) -> Stamp | None:
+        """The same; None where there is no model."""
+        try:
+            return self.stamp()
+        except (StoreUnavailable, SchemaMismatch):
+            return None
 
     def state(self) -> StoreState:
         """Everything the store says of itself."""

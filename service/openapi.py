@@ -6,6 +6,7 @@ import msgspec
 
 from service import answers, catalogue, oip_openapi, operations
 from service.errors import KINDS, PROBLEM_TYPE
+from service.live_feed import EVENT_STREAM_TYPE, LiveAnswer
 from service.packed_answers import MSGPACK_TYPE
 from service.wire import Requests
 from trainer.settings import Settings
@@ -61,6 +62,7 @@ def _paths() -> Json:
         "/v1/model": {"get": _operation("State of the live model", "ModelAnswer", errors=READING)},
         "/v1/tables": {"get": _operation("All tables", "TablesAnswer")},
         "/v1/info": {"get": _operation("Inputs, entities and limits", "InfoAnswer")},
+        "/v1/live": {"get": _live()},
         "/livez": {"get": _operation("The process lives", "Readiness")},
         "/readyz": {"get": _readyz()},
         "/startupz": {"get": _operation("This worker has been ready once", "Readiness", errors=READING)},
@@ -153,6 +155,14 @@ def _add_forms(operation: Json, layout: str) -> Json:
     return operation
 
 
+def _live() -> Json:
+    summary = "Server-sent events for a console: an object a second until the caller goes or the worker drains"
+    operation = _operation(summary, "LiveAnswer", errors=("not_acceptable",))
+    ok = operation["responses"]["200"]
+    ok["content"] = {EVENT_STREAM_TYPE: {"schema": _ref("LiveAnswer")}}
+    return operation
+
+
 def _readyz() -> Json:
     operation = _operation("This worker answers", "Readiness", errors=READING)
     operation["parameters"] = [
@@ -212,6 +222,7 @@ def _schemas(requests: Requests) -> Json:
         catalogue.TablesAnswer,
         catalogue.InfoAnswer,
         catalogue.Readiness,
+        LiveAnswer,
         operations.InspectAnswer,
         operations.VersionsAnswer,
         *oip_openapi.TYPES,

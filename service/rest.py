@@ -8,6 +8,7 @@ import msgspec
 import orjson
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
+from starlette.responses import StreamingResponse
 
 from service import answers, catalogue, openapi, packed_answers
 from service.access import admin_gate, public_gate
@@ -26,6 +27,7 @@ from service.limits import (
     is_gone,
     read_body,
 )
+from service.live_feed import EVENT_STREAM_TYPE, LiveFeed
 from service.live_model import Scores
 from service.negotiation import accepted
 from service.oip_rest import OpenInferenceFace
@@ -64,6 +66,7 @@ def build_app(parts: Parts) -> Edge:
         public_gate(parts.access),
         quotas=parts.quotas,
         request_log=parts.request_log,
+        stamp=parts.model.stamp_if_any,
     )
 
 
@@ -83,7 +86,13 @@ def build_admin_app(parts: Parts) -> Edge:
     for path, method, handler in face.admin_routes():
         _add_route(app, path, method, handler)
     return Edge(
-        app, parts.meters, parts.limits, admin_gate(parts.access), quotas=parts.quotas, request_log=parts.request_log
+        app,
+        parts.meters,
+        parts.limits,
+        admin_gate(parts.access),
+        quotas=parts.quotas,
+        request_log=parts.request_log,
+        stamp=parts.model.stamp_if_any,
     )
 
 
@@ -112,6 +121,7 @@ class Face:
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
         self._timeout_s = parts.settings.serving.request_timeout_s
+        self._live = LiveFeed(parts)
 
     def routes(self) -> list[tuple[str, str, Handler]]:
         """Path, method and handler of every public call."""
@@ -125,6 +135,7 @@ class Face:
             ("/v1/model/versions", "GET", self.versions),
             ("/v1/tables", "GET", self.tables),
             ("/v1/info", "GET", self.info),
+            ("/v1/live", "GET", self.live),
             ("/livez", "GET", self.livez),
             ("/readyz", "GET", self.readyz),
             ("/startupz", "GET", self.startupz),
@@ -186,9 +197,10 @@ class Face:
         kind = accepted(request.headers.get("accept"), FORMS)
         body = await self._body(request, BODY_TYPES, self.parts.admission.reads)
         table = self.parts.model.table(request.path_params["table"])
-        rows = self.parts.model.lookup(table, self.parts.requests.lookup(body, msgpack=_exchange(request).is_msgpack))
+        exchange, began_s = _exchange(request), time.perf_counter()
+        rows = self.parts.model.lookup(table, self.parts.requests.lookup(body, msgpack=exchange.is_msgpack))
+        exchange.read(time.perf_counter() - began_s, model_s=0.0)
         self.parts.meters.looked_up(table.name, rows.status_N)
-        exchange = _exchange(request)
         exchange.stamp = rows.stamp
         exchange.num_items = len(rows.status_N)
         exchange.check_deadline()
@@ -243,6 +255,14 @@ class Face:
     async def info(self, request: Request) -> Response:
         """Inputs and limits."""
         return _json(msgspec.json.encode(catalogue.info_answer(self.parts)))
+
+    async def live(self, request: Request) -> Response:
+        """Server-sent events for a console."""
+        accepted(request.headers.get("accept"), [EVENT_STREAM_TYPE])
+        frames = await self._live.listen()
+        _exchange(request).is_stream = True
+        unbuffered = {"cache-control": "no-store", "x-accel-buffering": "no"}
+        return StreamingResponse(frames, media_type=EVENT_STREAM_TYPE, headers=unbuffered)
 
     async def livez(self, request: Request) -> Response:
         """The process lives."""
@@ -302,8 +322,7 @@ def _answered(request: Request, scores: Scores) -> Exchange:
     exchange.stamp = scores.stamp
     exchange.num_items = len(scores.probabilities_B)
     exchange.check_deadline()
-    exchange.stage("gather", scores.gather_s)
-    exchange.stage("model", scores.model_s)
+    exchange.read(scores.gather_s, model_s=scores.model_s)
     return exchange
 
 

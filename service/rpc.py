@@ -76,8 +76,14 @@ class Calls:
             self.parts.meters.request(face="grpc", route=route, code=status, duration_s=exchange.elapsed_s)
             if exchange.elapsed_s > self.parts.request_log.slow_s:
                 self.parts.request_log.slow(exchange, status=status, traceparent=metadata(context, "traceparent"))
+        self.stamped(exchange)
         context.set_trailing_metadata(tuple(exchange.headers()))
         return reply
+
+    def stamped(self, exchange: Exchange) -> None:
+        """Let an answer that read no row say which model is served, too."""
+        if exchange.stamp is None:
+            exchange.stamp = self.parts.model.stamp_if_any()
 
     def refused(self, error: Exception, exchange: Exchange, context: Context) -> tuple[ServiceError, str]:
         """What to answer for an exception, and its gRPC status; counted, and logged if it is our fault."""
@@ -85,6 +91,7 @@ class Calls:
         if answer.code == "internal":
             self.parts.request_log.failed(exchange, error, traceparent=metadata(context, "traceparent"))
         self.parts.meters.refused(answer.code)
+        self.stamped(exchange)
         return answer, CODES[answer.kind.grpc].name
 
     def exchange(self, context: Context, route: str) -> Exchange:
@@ -105,7 +112,9 @@ class Calls:
         """Return when it is the request's turn. Raises ServiceError. One whose caller has gone is cancelled by gRPC."""
         self.parts.quotas.check(exchange.client)
         await self.parts.admission.enter(exchange, lane, size)
-        self.parts.meters.queue_wait.observe(exchange.elapsed_s)
+        waited_s = exchange.elapsed_s
+        exchange.stage("queue", waited_s)
+        self.parts.meters.queue_wait.observe(waited_s)
 
     def leave(self, exchange: Exchange) -> None:
         """The request is over, however it went."""
@@ -148,8 +157,7 @@ class Scoring(Calls, ScoringServiceServicer):
         scores = self.parts.model.score(self.parts.messages.candidates(request))
         exchange.stamp = scores.stamp
         exchange.num_items = len(scores.probabilities_B)
-        exchange.stage("gather", scores.gather_s)
-        exchange.stage("model", scores.model_s)
+        exchange.read(scores.gather_s, model_s=scores.model_s)
         return scores
 
 
@@ -170,7 +178,7 @@ class Embeddings(Calls, EmbeddingServiceServicer):
         table = self.parts.model.table(request.table)
         began_s = time.perf_counter()
         rows = self.parts.model.lookup(table, self.parts.messages.ids(request))
-        exchange.stage("gather", time.perf_counter() - began_s)
+        exchange.read(time.perf_counter() - began_s, model_s=0.0)
         self.parts.meters.looked_up(table.name, rows.status_N)
         exchange.stamp = rows.stamp
         exchange.num_items = len(rows.status_N)
