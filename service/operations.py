@@ -17,8 +17,9 @@ from service.live_model import STATUS_NAMES, LiveModel
 from trainer.checkpoint import SaveInfo, listing
 from trainer.commands import COMMAND_FIELD, MAX_CAPACITY, MIN_CAPACITY, Command, Forget, Resize, encode
 from trainer.control import ask
-from trainer.errors import ControlRefused, ControlUnavailable
+from trainer.errors import ControlRefused, ControlUnavailable, SettingsError
 from trainer.hashing import hash_values
+from trainer.schema import check_memory
 from trainer.settings import Settings
 from trainer.stream import AsyncEventLog
 
@@ -171,6 +172,10 @@ class Operations:
         table = self._model.table(table_name)
         if not MIN_CAPACITY <= capacity <= MAX_CAPACITY:
             raise ServiceError("invalid", f"capacity: got {capacity}, wanted {MIN_CAPACITY} to {MAX_CAPACITY}")
+        try:
+            check_memory(self._model.schema.with_capacities({table.name: capacity}), "capacity")
+        except SettingsError as error:
+            raise ServiceError("invalid", str(error)) from None
         return CommandAnswer(await self._command(Resize(table.name, capacity)))
 
     async def versions(self) -> VersionsAnswer:

@@ -11,6 +11,7 @@ generation hold the old and the new copy for as long as they take; that is on to
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from trainer.errors import SettingsError
 from trainer.live_layout import Section, section_bytes
@@ -90,3 +91,12 @@ def check_capacity(name: str, spec: TableSettings, capacity: int, costs: Costs) 
         most = capacity_for(name, spec, costs)
         wanted = f"at most the {most} rows that its budget of {int(spec.budget_bytes)} bytes pays for"
         raise SettingsError(f"tables.{name}.capacity", got=capacity, wanted=wanted)
+
+
+def available_bytes() -> int | None:
+    """Memory that this machine can still give away; None where it does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), None)

@@ -4,6 +4,7 @@
     <directory>/save-<n>/manifest.json     format, configuration, progress, what the tables were, SHA-256 of every file
     <directory>/save-<n>/*.safetensors     tensors (see `trainer.snapshot`)
     <directory>/lock                       held by the one process that may write here
+    <directory>/choice                     held for a moment, see `choosing`
 
 No pickle anywhere. The order of effects in `save` is numbered; a process killed between any two of them leaves the
 earlier save intact and in use. A save's number only grows.
@@ -14,7 +15,7 @@ import fcntl
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,12 +27,13 @@ from trainer.manifest import MANIFEST, UnknownFormat, load, read_manifest, verif
 from trainer.snapshot import Progress, Snapshot
 
 __all__ = [
-    "Loaded", "SaveInfo", "UnknownFormat", "exclusive", "listing", "load", "load_latest", "lock", "number_of",
-    "path_of", "point_to", "save", "saved_progress", "verify",
+    "Loaded", "SaveInfo", "UnknownFormat", "choosing", "exclusive", "listing", "load", "load_latest", "lock",
+    "number_of", "path_of", "point_to", "save", "saved_progress", "verify",
 ]  # fmt: skip
 
 POINTER = "LATEST"
 LOCK = "lock"
+CHOICE = "choice"  # locked while saves are dropped, and while it is said which one is served
 PREFIX = "save-"
 UNFINISHED = ".unfinished-"  # entries of this name are leftovers of a killed process
 # A process that is ending, or whose parent was killed, gives the lock up within milliseconds.
@@ -77,6 +79,18 @@ def exclusive(directory: Path, *, wait_s: float = LOCK_WAIT_S) -> Iterator[None]
         os.close(descriptor)
 
 
+@contextlib.contextmanager
+def choosing(directory: Path) -> Iterator[None]:
+    """Say which save is to be spared, or drop those that are not: one after the other, whoever does it."""
+    directory.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(directory / CHOICE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def lock(directory: Path, *, wait_s: float = LOCK_WAIT_S) -> int:
     """Take the directory's lock; it lasts until every copy of this descriptor is closed, those of forks included.
 
@@ -107,13 +121,14 @@ def lock(directory: Path, *, wait_s: float = LOCK_WAIT_S) -> int:
         return descriptor
 
 
-def save(directory: Path, snapshot: Snapshot, *, keep: int) -> Path:
+def save(directory: Path, snapshot: Snapshot, *, keep: int, spared: Callable[[], int | None] = lambda: None) -> Path:
     """Write a snapshot as the newest save and keep the `keep` newest; only one process may write in a directory.
 
     1. tensors and manifest into an unfinished directory, every file and the directory forced to disk
     2. that directory gets its name
     3. LATEST points to it
-    4. saves beyond `keep` go, and those that `point_to` or a kill between 2 and 3 had left out of use
+    4. saves beyond `keep` go, and those that `point_to` or a kill between 2 and 3 had left out of use; never the one of
+       the number that `spared` says then
 
     Raises:
         CheckpointError: the disk is full or not writable; the earlier saves are as they were.
@@ -135,9 +150,11 @@ def save(directory: Path, snapshot: Snapshot, *, keep: int) -> Path:
             raise
         unused = [path for path in before if begun_from in before and number_of(path) > number_of(begun_from)]
         kept = [target, *(path for path in before if path not in unused)][:keep]
-        for old in before:
-            if old not in kept:
-                _discard(old)
+        with choosing(directory):
+            number = spared()
+            for old in before:
+                if old not in kept and number_of(old) != number:
+                    _discard(old)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise CheckpointError(f"cannot save a checkpoint in {directory}: {reason}; earlier ones are kept") from error

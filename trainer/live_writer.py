@@ -17,7 +17,7 @@ from trainer import live_layout as at
 from trainer.errors import StoreUnavailable
 from trainer.live_layout import Array, Layout, Manifest, Places, check_array, views
 from trainer.live_memory import map_file
-from trainer.probe import WINDOW
+from trainer.probe import WINDOW, home_slot
 
 
 class Writer:
@@ -116,6 +116,15 @@ class Writer:
         check_array("slots_N", slots_N, np.int64, (len(slots_N),))
         if not kernels.remove_records(self._u32, self._sections[section], slots_N):
             raise ValueError(f"{section}: a slot is outside 0 to {self._sections[section][kernels.CAPACITY] - 1}")
+
+    def remove_id(self, section: str, id_: int) -> bool:
+        """Make one id unknown, wherever it lies; whether it was there."""
+        descriptor_7 = self._sections[section]
+        capacity, stride, first = (int(descriptor_7[k]) for k in (kernels.CAPACITY, kernels.STRIDE, kernels.RECORDS))
+        slots_W = (int(home_slot(id_, capacity)) + np.arange(descriptor_7[kernels.WINDOW_SLOTS])) % capacity
+        keys_W = self._i64[first // 2 + slots_W * (stride // 2)]
+        self.remove(section, slots_W[keys_W == id_])
+        return bool((keys_W == id_).any())
 
     def put_pairs(self, index_N: Array, values_N: Array) -> None:
         """Write float32 pair weights at int64 indexes of the whole store; shard k owns index % num_shards = k."""

@@ -27,6 +27,7 @@ from trainer.errors import (
     SettingsError,
     StoreUnavailable,
 )
+from trainer.forgotten import ForgottenIds
 from trainer.guard import Finding
 from trainer.held import HeldSteps
 from trainer.intake import Intake, Portion, Quiet
@@ -69,19 +70,25 @@ class Trainer:
             raise SettingsError("store.num_shards", settings.store.num_shards, "1: one trainer writes one shard")
         self.settings = settings
         self.board = Board.open(settings.metrics_path, "trainer")
-        self.saver = Saver(settings.checkpoint_path, settings.checkpoint, self.board)
+        self.saver = Saver(
+            settings.checkpoint_path, settings.checkpoint, self.board, spared=lambda: rolled_back_to(settings)
+        )
         self.state, self.restored_version = self._restored()
         self.engine_name = self.state.engine.name  # made now: what cannot be learned is said at the start
         self.log = EventLog(settings.stream.url, settings.stream.key)
         home = settings.data_dir / settings.name
         self.held_steps = HeldSteps(home / "held", settings.guard.keep)
         self.quarantine = Quarantine(home / "quarantine.json")
+        self.forgotten = ForgottenIds(home / "forgotten.json")
         self.outlet = Outlet(settings, self.state, after_version=self.restored_version)
         self.num_rewinds = 0  # since the last checkpoint
         self._catch_up_to: str | None = None  # after a rewind: nothing is shown before this entry
         self._parts_done = 0  # of an entry that comes in several portions; 0: the place says all of what is learned
         self._num_searches = 0  # rewinds to find the entry that did harm, since the last checkpoint
-        self._recent: deque[tuple[str, float]] = deque()  # entries of the last loss window, and their share of events
+        guard = settings.guard
+        self._window_of = {"loss_spike": guard.loss_window, "calibration": guard.calibration_window}
+        # Entries of the longest window, and their share of its labelled events.
+        self._recent: deque[tuple[str, float]] = deque()
         self._recent_events = 0.0
         self._save_requests: list[Request] = []  # who waits for the next checkpoint, and for the one being written
         self._saving_for: list[Request] = []
@@ -140,7 +147,7 @@ class Trainer:
     def _apply(self, portion: Portion) -> bool:
         """Learn one portion, look at what that did, and show it; False if the trainer went back to before it."""
         if portion.command is not None:
-            self._obey(portion.command)
+            self._obey(portion.command, portion.last_id)
         elif portion.batch is not None:
             learned = self.state.learn(portion.batch)
             findings = self.state.judge(learned)
@@ -157,11 +164,12 @@ class Trainer:
         return True
 
     def _remember(self, portion: Portion) -> None:
-        """Keep the ids of the entries of the last loss window."""
-        events = 0 if portion.batch is None else len(portion.batch)
+        """Keep the ids of the entries of the guard's windows, which count labelled events."""
+        events = 0 if portion.batch is None else int((~np.isnan(portion.batch.labels_B)).sum())
         self._recent += [(entry_id, events / len(portion.entries)) for entry_id, _ in portion.entries]
         self._recent_events += events
-        while self._recent and self._recent_events - self._recent[0][1] >= self.settings.guard.loss_window:
+        longest = max(self._window_of.values())
+        while self._recent and self._recent_events - self._recent[0][1] >= longest:
             self._recent_events -= self._recent.popleft()[1]
 
     def _show(self, learned: Learned) -> None:
@@ -188,18 +196,20 @@ class Trainer:
         if assignment.num_refused:
             self.board.counter("livebed_admissions_refused_total").inc(assignment.num_refused)
 
-    def _obey(self, command: Command) -> None:
+    def _obey(self, command: Command, entry_id: str) -> None:
         """A command in the log: forget an id, or resize a table, here and for the readers."""
+        table = self.state.schema.table(command.table)
+        assert table is not None  # noqa: S101 -- `commands.decode` has looked
         if isinstance(command, Forget):
+            self.forgotten.add(entry_id, command.table, command.key)
             forgotten = self.state.forget(command)
-            self.outlet.remove(forgotten.slots_N, self.state.place)
-            self.outlet.remove_records(forgotten.records, self.state.place)
+            self.outlet.forget(table, command.key, forgotten, self.state.place)
             logger.info("an id of table %s is forgotten (%d rows)", command.table, len(forgotten.slots_N))
             return
         started_s = time.perf_counter()
         try:
             num_dropped = self.state.resize(command)
-        except SettingsError as error:  # beyond the table's budget: so it will be at every replay of this entry
+        except (SettingsError, MemoryError) as error:  # beyond the table's budget, or the machine's memory
             logger.error("table %s is not resized: %s", command.table, error)
             return
         if self.outlet.is_live:
@@ -213,8 +223,8 @@ class Trainer:
 
         1. the step is kept for inspection   2. its entries are in quarantine   3. the state is that of the checkpoint
         """
-        if not (self.outlet.is_live or self._catch_up_to):
-            self._count_findings(findings)
+        if self.outlet.mode == "held" and not self._catch_up_to:
+            self._keep(portion, findings)
             return False  # nothing is shown anyway, and an operator knows
         guard, reasons = self.settings.guard, sorted({finding.reason for finding in findings})
         may_rewind = guard.on_hold == "rewind" and self.num_rewinds < guard.max_rewinds
@@ -224,19 +234,24 @@ class Trainer:
             logger.warning("a step of %d entries does harm: looking for the one", len(portion.entries))
             self._rewind(portion.last_id, list(reasons), careful=True)
             return True
+        self._keep(portion, findings)  # 1
+        if not may_rewind:
+            self._catch_up_to = None
+            if self.outlet.mode != "rolled_back":
+                self.outlet.hold(list(reasons))
+            logger.error("nothing is shown until `livebed model release`, or `activate` of a checkpoint")
+            return False
+        self.num_rewinds += 1
+        self.quarantine.add(self._to_blame(portion, findings))  # 2
+        self._rewind(portion.last_id, list(reasons), careful=True)  # 3
+        return True
+
+    def _keep(self, portion: Portion, findings: list[Finding]) -> None:
+        """Keep a harmful step with its events, and count it by reason."""
         self._count_findings(findings)
         place = self.state.place
         number = self.held_steps.keep(findings, list(portion.entries), step=place.step, position=place.entry_id)
         logger.error("step held back (%s), kept as held step %s: %s", portion.last_id, number, describe(findings))
-        if not may_rewind:
-            self._catch_up_to = None
-            self.outlet.hold(list(reasons))
-            logger.error("nothing is shown until `livebed model release`, or `activate` of a checkpoint")
-            return False
-        self.num_rewinds += 1
-        self.quarantine.add(self._to_blame(portion, findings))
-        self._rewind(portion.last_id, list(reasons), careful=True)
-        return True
 
     def _count_findings(self, findings: list[Finding]) -> None:
         for finding in findings:
@@ -245,8 +260,14 @@ class Trainer:
     def _to_blame(self, portion: Portion, findings: list[Finding]) -> list[str]:
         """Entries not to be learned again: of the step, or of the whole window where only that showed the harm."""
         blamed = [entry_id for entry_id, _ in portion.entries]
-        if _is_of_a_window(findings):
-            blamed += [entry_id for entry_id, _ in self._recent]
+        if not _is_of_a_window(findings):
+            return blamed
+        left = 1.0 * max(self._window_of[finding.reason] for finding in findings)
+        for entry_id, events in reversed(self._recent):
+            if left <= 0:
+                break
+            blamed.append(entry_id)
+            left -= events
         return blamed
 
     def _rewind(self, up_to: str, reasons: list[str], *, careful: bool) -> None:
@@ -334,6 +355,7 @@ class Trainer:
             self.num_rewinds = self._num_searches = 0
             if (oldest := self.saver.oldest_position()) is not None:
                 self.quarantine.drop_before(oldest)
+                self.forgotten.drop_before(oldest)
 
     def _count_held(self, reason: str, count: int) -> None:
         if count:
@@ -361,7 +383,14 @@ class Trainer:
 
     def _restored(self) -> tuple[TrainingState, int]:
         """The state of the newest good checkpoint, or the first one; and the version readers had then."""
-        loaded = load_latest(self.settings.checkpoint_path)
+        directory = self.settings.checkpoint_path
+        try:
+            loaded = load_latest(directory)
+        except CheckpointError:
+            if not self.saver.is_running:
+                raise
+            time.sleep(RETRY_S)  # the one that it read has just been dropped for a newer one
+            loaded = load_latest(directory)
         for problem in loaded.problems:
             logger.error("checkpoint: %s", problem)
         state, notes = TrainingState.from_snapshot(self.settings, loaded.snapshot)
@@ -398,6 +427,8 @@ class Trainer:
     def roll_back(self, number: int) -> int:
         """Serve a kept checkpoint. Returns the version. Raises CheckpointError if it cannot be read."""
         saved, _ = TrainingState.from_snapshot(self.settings, load(path_of(self.settings.checkpoint_path, number)))
+        for table, key in self.forgotten.after(saved.place.entry_id):
+            saved.forget(Forget(table, key))
         self._catch_up_to = None
         return self.outlet.roll_back(saved, number)
 
@@ -441,15 +472,17 @@ class Trainer:
         logger.warning("the event log does not answer, trying again: %s", error)
         self.intake.close()
         self.outlet.heartbeat(now_us(), 0)
+        if self.is_save_due:
+            self._save()
         time.sleep(RETRY_S)
         self.intake = self._intake()
 
     def _trim(self) -> None:
-        """Drop from the log what every kept checkpoint has learned."""
-        position = self.saver.oldest_position()
+        """Drop from the log what every kept checkpoint has learned, and this run too: it may have gone back further."""
+        oldest = self.saver.oldest_position()
         try:
-            if position is not None:
-                self.log.trim_before(position)
+            if oldest is not None:
+                self.log.trim_before(min(oldest, self.state.place.entry_id, key=parse_id))
         except (LogUnavailable, LogFull) as error:
             logger.warning("the log could not be trimmed, the next checkpoint tries again: %s", error)
 

@@ -1,5 +1,6 @@
 """What a running trainer does when it is asked over its control socket (`trainer.control`)."""
 
+import logging
 import os
 import time
 from typing import TYPE_CHECKING
@@ -8,6 +9,8 @@ import numpy as np
 
 from trainer.control import Request
 from trainer.errors import CheckpointError, ControlRefused, LivebedError, StoreUnavailable
+
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from trainer.loop import Trainer
@@ -33,6 +36,9 @@ def answer(trainer: "Trainer", request: Request) -> None:
         request.refuse("no_room", str(error))
     except (LivebedError, OSError) as error:
         request.refuse("failed", str(error))
+    except Exception as error:
+        logger.exception("a request for %s failed", request.op)
+        request.refuse("failed", f"{type(error).__name__}: {error}")
 
 
 def status(trainer: "Trainer", request: Request) -> None:
@@ -80,8 +86,8 @@ def inspect(trainer: "Trainer", request: Request) -> None:
     """All that is kept of one id of one table."""
     table = trainer.state.schema.table(str(request.arguments.get("table")))
     key = request.arguments.get("key")
-    if table is None or type(key) is not int:
-        raise ControlRefused("malformed", "wanted `table`, the name of one, and `key`, a hashed id")
+    if table is None or type(key) is not int or not -(2**63) <= key < 2**63:
+        raise ControlRefused("malformed", "wanted `table`, the name of one, and `key`, a hashed id (int64)")
     row = trainer.state.tables.row_of(table.index, key)
     if row is None:
         request.answer(found=False)

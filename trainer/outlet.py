@@ -17,12 +17,13 @@ import numpy as np
 import numpy.typing as npt
 
 from trainer import durable
-from trainer.entities import EntityChanges
+from trainer.checkpoint import choosing, path_of
 from trainer.errors import ControlRefused, StoreUnavailable
 from trainer.live import Writer
-from trainer.publish import Publisher, PublishReport, layout_for
+from trainer.publish import Publisher, PublishReport, entity_section, layout_for, row_section
+from trainer.schema import Table
 from trainer.settings import Settings
-from trainer.training import Learned, Place, TrainingState
+from trainer.training import Forgotten, Learned, Place, TrainingState
 
 logger = logging.getLogger(__name__)
 
@@ -74,10 +75,16 @@ class Outlet:
         if self._publisher is not None and len(slots_N):
             self._publisher.remove(slots_N, step=place.step, watermark_us=place.watermark_us)
 
-    def remove_records(self, records: EntityChanges, place: Place) -> None:
-        """Stop serving entity records that have been freed."""
-        if self._publisher is not None and len(records.slots_K):
-            self._publisher.remove_records(records, step=place.step, watermark_us=place.watermark_us)
+    def forget(self, table: Table, key: int, forgotten: Forgotten, place: Place) -> None:
+        """Stop serving an id and the records of the entities that it names, also where something older is served."""
+        if self._publisher is None:
+            self._writer.remove_id(row_section(table), key)
+            for entity in forgotten.entities:
+                self._writer.remove_id(entity_section(entity), key)
+            return
+        self.remove(forgotten.slots_N, place)
+        if len(forgotten.records.slots_K):
+            self._publisher.remove_records(forgotten.records, step=place.step, watermark_us=place.watermark_us)
 
     def hold(self, reasons: list[str]) -> None:
         """Show nothing more of what is learned; what readers have stays."""
@@ -93,6 +100,10 @@ class Outlet:
         """
         if not np.isfinite(state.learner.live_dense()).all():
             raise ControlRefused("not_finite", "the dense weights are not finite: activate a checkpoint, then restart")
+        if num_bad := state.tables.num_not_finite():
+            raise ControlRefused(
+                "not_finite", f"{num_bad} numbers of rows are not finite: activate a checkpoint, then restart"
+            )
         publisher = self._fill(state)
         rollback_file(self._settings).unlink(missing_ok=True)
         self._publisher, self.mode, self.reasons, self.serving_checkpoint = publisher, "live", [], None
@@ -104,7 +115,7 @@ class Outlet:
         1. a restart would serve it too   2. readers get it
 
         Raises:
-            OSError: the first could not be written down.
+            OSError, CheckpointError: the first could not be written down.
             StoreUnavailable: there is no room for a second generation.
             After either what is served is what was, and so it is after a restart.
         """
@@ -154,10 +165,12 @@ def rollback_file(settings: Settings) -> Path:
 
 
 def remember_rollback(settings: Settings, checkpoint: int) -> None:
-    """Have a restart serve that checkpoint too."""
+    """Have a restart serve that checkpoint too, and no save drop it. Raises CheckpointError if it has been dropped."""
     path = rollback_file(settings)
     path.parent.mkdir(parents=True, exist_ok=True)
-    durable.replace(path, json.dumps({"checkpoint": checkpoint}).encode())
+    with choosing(settings.checkpoint_path):
+        path_of(settings.checkpoint_path, checkpoint)
+        durable.replace(path, json.dumps({"checkpoint": checkpoint}).encode())
 
 
 def rolled_back_to(settings: Settings) -> int | None:

@@ -59,8 +59,8 @@ def replay(
 ) -> dict[str, Any]:
     """Learn a log from its first entry up to the entry `until` (none: its present end) and save the model in `out`.
 
-    Returns step, position, checkpoint (its path), digest, auc, logloss, calibration, refused (entries whose step the
-    guard would have held; they are learned all the same) and rows per table.
+    Returns step, position, checkpoint (its path), digest, auc, logloss, calibration, would_be_held (entries whose step
+    the guard would have held; they are learned all the same) and rows per table.
 
     Raises:
         SettingsError: `log` or `until` cannot be used.
@@ -89,7 +89,7 @@ def replay(
         entry_by_entry=True,
     )
     try:
-        _learn(state, intake, end, lambda done: progress and progress(done, state_of_log.num_added))
+        num_held = _learn(state, intake, end, lambda done: progress and progress(done, state_of_log.num_added))
     finally:
         intake.close()
         board.close()
@@ -104,6 +104,7 @@ def replay(
         "auc": quality.auc,
         "logloss": quality.logloss,
         "calibration": quality.calibration_ratio,
+        "would_be_held": num_held,
         "rows": {table.name: state.tables.num_rows(table.index) for table in state.schema.tables},
     }
 
@@ -119,8 +120,12 @@ def digest(snapshot: Snapshot) -> str:
     return total.hexdigest()
 
 
-def apply(state: TrainingState, portion: Portion) -> None:
-    """Learn one portion as the loop does in its deterministic mode, without showing it to anybody."""
+def apply(state: TrainingState, portion: Portion) -> bool:
+    """Learn one portion as the loop does in its deterministic mode, without showing it to anybody.
+
+    Whether the guard found something in it.
+    """
+    found = False
     if isinstance(portion.command, Forget):
         state.forget(portion.command)
     elif portion.command is not None:
@@ -128,23 +133,26 @@ def apply(state: TrainingState, portion: Portion) -> None:
             state.resize(portion.command)
     elif portion.batch is not None:
         learned = state.learn(portion.batch)
-        state.judge(learned)
+        found = bool(state.judge(learned))
         state.count(learned)
         if len(portion.batch):
             state.expire(int(portion.batch.accepted_us_B[-1]) // US, EXPIRE_SLOTS)
     if portion.is_whole:
         state.moved_to(portion.last_id, portion.num_read)
+    return found
 
 
-def _learn(state: TrainingState, intake: Intake, end: str, progress: Callable[[int], Any]) -> None:
-    done = 0
+def _learn(state: TrainingState, intake: Intake, end: str, progress: Callable[[int], Any]) -> int:
+    """Learn up to an entry; how many portions the guard would have held."""
+    done = num_held = 0
     while parse_id(state.place.entry_id) < parse_id(end):
         taken = intake.take()
         if isinstance(taken, Quiet):
             break  # `end` lies beyond the last entry
-        apply(state, taken)
+        num_held += apply(state, taken)
         done += len(taken.entries) * taken.is_whole
         progress(done)
+    return num_held
 
 
 def _check_until(entry_id: str) -> None:

@@ -25,6 +25,7 @@ from trainer.child import end_with_parent
 from trainer.errors import CheckpointError
 from trainer.settings import CheckpointSettings
 from trainer.snapshot import Snapshot
+from trainer.stream import parse_id
 
 logger = logging.getLogger(__name__)
 
@@ -69,9 +70,17 @@ class Saver:
     """
 
     def __init__(
-        self, directory: Path, settings: CheckpointSettings, board: Board, *, deadline_s: float = DEADLINE_S
+        self,
+        directory: Path,
+        settings: CheckpointSettings,
+        board: Board,
+        *,
+        spared: Callable[[], int | None] = lambda: None,
+        deadline_s: float = DEADLINE_S,
     ) -> None:
+        """`spared`: number of a save that is kept however old it is; asked in the child when others go."""
         self._directory = directory
+        self._spared = spared
         self._every_s = settings.every_s
         self._keep = settings.keep
         self._deadline_s = deadline_s
@@ -156,9 +165,11 @@ class Saver:
         return result
 
     def oldest_position(self) -> str | None:
-        """Log position of the oldest save that is kept: nothing after it may be trimmed."""
-        kept = saved_progress(self._directory)
-        return kept[-1].position if kept else None
+        """Log position of the earliest save that is kept: nothing after it may be trimmed.
+
+        Not always the lowest number's: after going back to an earlier save, new ones begin before others again.
+        """
+        return min((kept.position for kept in saved_progress(self._directory)), key=parse_id, default=None)
 
     def _wait(self) -> SaveResult | None:
         """The result of the save under way, if there is one, as soon as it has ended."""
@@ -193,7 +204,7 @@ class Saver:
             _become_a_child(parent, keep={sending, self._lock})
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             snapshot = capture()
-            path = save(self._directory, snapshot, keep=self._keep)
+            path = save(self._directory, snapshot, keep=self._keep, spared=self._spared)
             progress = snapshot.progress
             report = {"number": number_of(path), "step": progress.step, "position": progress.position}
         except CheckpointError as error:

@@ -17,7 +17,15 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from trainer.budget import Costs, capacity_for, check_capacity, sketch_lines, table_bytes, training_bytes
+from trainer.budget import (
+    Costs,
+    available_bytes,
+    capacity_for,
+    check_capacity,
+    sketch_lines,
+    table_bytes,
+    training_bytes,
+)
 from trainer.errors import SettingsError
 from trainer.settings import (
     TIME_INPUT,
@@ -157,6 +165,11 @@ class Schema:
             for table in self.tables
         )
         return replace(self, tables=tables)
+
+    @property
+    def num_bytes(self) -> int:
+        """What all tables cost, their copies for readers included."""
+        return sum(table.num_bytes for table in self.tables)
 
     @cached_property
     def id_features(self) -> tuple[Feature, ...]:
@@ -415,3 +428,11 @@ def _layout_hash(settings: Settings) -> int:
         "num_shards": settings.store.num_shards,
     }
     return xxhash.xxh64_intdigest(json.dumps(parts, sort_keys=False).encode())
+
+
+def check_memory(schema: Schema, field: str) -> None:
+    """Refuse tables that this machine has no memory for beside what it holds now. Raises SettingsError."""
+    available = available_bytes()
+    if available is not None and schema.num_bytes > available:
+        wanted = f"at most {available / 1e9:,.1f} GB, which is the memory that is available"
+        raise SettingsError(field, got=f"tables of {schema.num_bytes / 1e9:,.1f} GB", wanted=wanted)

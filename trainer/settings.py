@@ -49,6 +49,12 @@ class RowOptimizer(Frozen):
     beta2: float = Field(0.999, ge=0, lt=1)
     clip_norm: float | None = Field(None, gt=0)  # longest gradient of a row; a longer one is scaled down to it
 
+    @model_validator(mode="after")
+    def _only_adagrad_decays(self) -> Self:
+        if self.kind != "adagrad" and self.decay < 1:
+            raise ValueError(f"decay {self.decay:g} is of adagrad's accumulators; {self.kind} has none that may decay")
+        return self
+
 
 class AdmissionSettings(Frozen):
     """Which new ids get a row. Those refused read the table's default row and teach nothing.

@@ -21,7 +21,7 @@ from trainer.entities import Entities, EntityChanges
 from trainer.events import EventBatch
 from trainer.guard import Finding, Guard
 from trainer.metrics import Progressive
-from trainer.schema import Schema
+from trainer.schema import Entity, Schema, check_memory
 from trainer.settings import Settings
 from trainer.snapshot import Progress, Snapshot, capture, restore, saved_capacities
 from trainer.stream import START
@@ -69,10 +69,14 @@ class Learned:
 
 @dataclass(frozen=True)
 class Forgotten:
-    """What `forget` freed: global slots of the tables, and the entity records' slots with their entities."""
+    """What `forget` freed: global slots of the tables, and the entity records' slots with their entities.
+
+    `entities`: all whose ids are the table's.
+    """
 
     slots_N: npt.NDArray[np.int64]
     records: EntityChanges
+    entities: tuple[Entity, ...]
 
 
 class TrainingState:
@@ -200,17 +204,22 @@ class TrainingState:
         slots_N = self.tables.remove(table.index, key_1)
         slots: list[int] = []
         entities: list[int] = []
-        for entity in self.schema.entities:
-            if self._table_of_key(entity.key_feature) == table.index:
-                for slot in self.entities.remove(entity.index, key_1).tolist():
-                    slots.append(slot)
-                    entities.append(entity.index)
-        return Forgotten(slots_N, EntityChanges(np.array(slots, np.int64), np.array(entities, np.int64)))
+        named = tuple(e for e in self.schema.entities if self._table_of_key(e.key_feature) == table.index)
+        for entity in named:
+            for slot in self.entities.remove(entity.index, key_1).tolist():
+                slots.append(slot)
+                entities.append(entity.index)
+        return Forgotten(slots_N, EntityChanges(np.array(slots, np.int64), np.array(entities, np.int64)), named)
 
     def resize(self, command: Resize) -> int:
-        """Give a table another capacity; all arrays are new ones afterwards. Returns how many ids had no room."""
+        """Give a table another capacity; all arrays are new ones afterwards. Returns how many ids had no room.
+
+        Raises:
+            SettingsError: the table's budget or this machine's memory does not pay for it; nothing has changed.
+        """
         table = self.schema.table(command.table)
         assert table is not None  # noqa: S101 -- `commands.decode` has looked
+        check_memory(self.schema.with_capacities({table.name: command.capacity}), f"tables.{table.name}.capacity")
         self.tables, num_dropped = self.tables.resized(table.index, command.capacity)
         self.schema = self.tables.schema
         self.__dict__.pop("engine", None)  # it works on the old arrays

@@ -69,6 +69,8 @@ def test_a_table_is_resized_and_an_id_forgotten_at_their_place_in_the_log(operat
     wait_until(lambda: operated.http.get("/v1/tables").json()["tables"][0]["capacity"] == 128)
     with pytest.raises(CallError, match="capacity: got 3"):
         operated.sdk.resize("user", 3)
+    with pytest.raises(CallError, match="memory that is available"):
+        operated.sdk.resize("user", 2**31 - 1)
     with pytest.raises(CallError, match="unknown_table"):
         operated.sdk.resize("nothing", 128)
 

@@ -3,6 +3,7 @@
 import json
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,11 +15,15 @@ from tests.unit.worlds import EVERY_KIND
 from trainer import board
 from trainer.board import Snapshot
 from trainer.broker import Broker
+from trainer.commands import COMMAND_FIELD, MAX_CAPACITY, Forget, Resize, encode
 from trainer.control import ask
 from trainer.errors import ControlRefused
 from trainer.hashing import hash_values
 from trainer.held import HeldSteps
+from trainer.publish import row_section
 from trainer.quarantine import Quarantine
+from trainer.replay import digest, replay
+from trainer.schema import Schema
 from trainer.stream import EventLog
 
 __all__ = ["make"]  # the fixture
@@ -129,3 +134,73 @@ def test_going_back_does_not_age_what_was_restored(make: Callable[..., TrainerPr
     assert user.ttl_s == 50
     assert ask(run_path, "inspect", table="user", key=int(hash_values([3])[0]))["found"]
     client.close()
+
+
+def test_a_harmful_step_while_rolled_back_is_kept_and_got_over_too(
+    make: Callable[..., TrainerProcess], log: EventLog
+) -> None:
+    process = make(checkpoint__every_s=3600, guard__max_gradient_norm=100.0)
+    process.start()
+    learn(process, log, 0, 100)
+    run_path = process.settings.run_path
+    number = ask(run_path, "checkpoint")["checkpoint"]
+    ask(run_path, "activate", checkpoint=number)
+    log.append([entry(POISON), entry(*(example(k) for k in range(100, 150)))])
+    until(lambda: ask(run_path, "status")["step"] == 150, "learning to go on without the poison")
+    assert len(held_steps(process).listing()) == 1
+    assert ask(run_path, "status")["publishing"] == "rolled_back"
+    ask(run_path, "release")
+    process.wait_for(150)
+
+
+def test_an_id_forgotten_since_a_checkpoint_does_not_come_back_with_it(
+    make: Callable[..., TrainerProcess], log: EventLog
+) -> None:
+    process = make(checkpoint__every_s=3600)
+    process.start()
+    learn(process, log, 0, 100)
+    run_path = process.settings.run_path
+    number = ask(run_path, "checkpoint")["checkpoint"]
+    keys = hash_values([3, 4])
+    section = row_section(Schema.from_settings(process.settings).tables[0])
+    log.append([{COMMAND_FIELD: encode(Forget("user", int(keys[0])))}])
+
+    def statuses() -> list[int]:
+        process.state()
+        found: list[int] = process.reader.gather(section, keys)[1].tolist()
+        return found
+
+    assert until(lambda: statuses() == [0, 1], "the id to be forgotten")
+    ask(run_path, "activate", checkpoint=number)
+    assert statuses() == [0, 1]
+    process.end(signal.SIGKILL)
+    process.start()
+    assert statuses() == [0, 1]
+
+
+def test_nothing_that_is_asked_or_ordered_ends_the_trainer(make: Callable[..., TrainerProcess], log: EventLog) -> None:
+    process = make()
+    process.start()
+    log.append([{COMMAND_FIELD: encode(Resize("user", MAX_CAPACITY))}])
+    learn(process, log, 0, 50)
+    with pytest.raises(ControlRefused, match="int64"):
+        ask(process.settings.run_path, "inspect", table="user", key=2**70)
+    learn(process, log, 50, 100)
+    assert process.running
+    process.end(signal.SIGKILL)
+    process.start()  # the order is still in the log
+    process.wait_for(100)
+
+
+def test_a_replay_of_the_log_ends_with_the_bits_of_the_trainer(
+    make: Callable[..., TrainerProcess], log: EventLog, tmp_path: Path
+) -> None:
+    process = make(deterministic=True, checkpoint__every_s=3600)
+    process.start()
+    learn(process, log, 0, 200)
+    ask(process.settings.run_path, "checkpoint")
+    rebuilt = replay(process.settings, "configured", until=None, out=tmp_path / "rebuilt")
+    assert rebuilt["digest"] == digest(process.snapshot())
+    assert (rebuilt["step"], rebuilt["would_be_held"]) == (200, 0)
+    earlier = replay(process.settings, "configured", until=log.read("0-0")[9][0], out=tmp_path / "earlier")
+    assert earlier["step"] == 100

@@ -33,7 +33,7 @@ def test_keep_is_how_many_saves_stay(tmp_path: Path) -> None:
     for step in range(5):
         save(tmp_path, trainer.run(1).capture(f"{step}-0"), keep=2)
     assert [progress.position for progress in saved_progress(tmp_path)] == ["4-0", "3-0"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["LATEST", "save-00000004", "save-00000005"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["LATEST", "choice", "save-00000004", "save-00000005"]
 
 
 def test_an_empty_directory_is_a_first_start(tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_a_full_disk_is_said_and_costs_nothing(tmp_path: Path, monkeypatch: pyte
         patched.setattr(os, "fsync", no_space)
         with pytest.raises(CheckpointError, match="No space left on device; earlier ones are kept"):
             save(tmp_path, trainer.run(1).capture("2-0"), keep=2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["LATEST", "save-00000001"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["LATEST", "choice", "save-00000001"]
     save(tmp_path, trainer.capture("3-0"), keep=2)
     assert [progress.position for progress in saved_progress(tmp_path)] == ["3-0", "1-0"]
 

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from tests.unit.worlds import EVERY_KIND
+from trainer.checkpoint import save
 from trainer.commands import Forget, Resize
-from trainer.errors import StoreUnavailable
+from trainer.errors import CheckpointError, ControlRefused, StoreUnavailable
 from trainer.event_json import EventParser
 from trainer.events import EventBatch, derive_batch
 from trainer.hashing import hash_values
@@ -55,6 +56,16 @@ class World:
         self.state.count(learned)
         self.outlet.publish(learned, self.state.place)
 
+    def save(self) -> TrainingState:
+        """Checkpoint 1, and a state of its own that holds the same."""
+        snapshot = self.state.capture(version=1)
+        save(self.settings.checkpoint_path, snapshot, keep=3)
+        return TrainingState.from_snapshot(self.settings, snapshot)[0]
+
+    def forget(self, user: str) -> None:
+        table, key = self.state.schema.tables[0], int(hash_values([user])[0])
+        self.outlet.forget(table, key, self.state.forget(Forget(table.name, key)), self.state.place)
+
     def knows(self, user: str) -> bool:
         self.reader.refresh()
         table = row_section(self.state.schema.tables[0])
@@ -80,13 +91,13 @@ def no_room() -> Iterator[None]:
 
 
 def test_rolled_back_readers_see_the_saved_state_until_it_is_released(world: World) -> None:
-    saved = TrainingState(world.settings)
+    saved = world.save()
     world.learn("new")
     assert world.knows("new")
     version = world.outlet.version
-    assert world.outlet.roll_back(saved, 7) > version
+    assert world.outlet.roll_back(saved, 1) > version
     assert not world.knows("new")
-    assert rolled_back_to(world.settings) == 7
+    assert rolled_back_to(world.settings) == 1
     world.learn("newer")
     assert not world.knows("newer")
     world.outlet.release(world.state)
@@ -94,9 +105,40 @@ def test_rolled_back_readers_see_the_saved_state_until_it_is_released(world: Wor
     assert rolled_back_to(world.settings) is None
 
 
-def test_without_room_for_another_generation_all_stays_as_it_was(world: World) -> None:
-    with no_room(), pytest.raises(StoreUnavailable, match="no room"):
+@pytest.mark.parametrize("mode", ["held", "rolled_back"])
+def test_what_is_forgotten_is_not_served_while_something_older_is(world: World, mode: str) -> None:
+    world.learn("a", "b")
+    saved = world.save()
+    if mode == "held":
+        world.outlet.hold(["a test"])
+    else:
+        world.outlet.roll_back(saved, 1)
+    world.learn("c")  # the index goes its own way meanwhile
+    world.forget("a")
+    assert not world.knows("a")
+    assert world.knows("b")
+
+
+def test_a_state_with_a_row_that_is_not_finite_is_not_released(world: World) -> None:
+    world.learn("a")
+    world.outlet.hold(["a test"])
+    world.state.tables.rows(0)[3, 1] = np.nan
+    with pytest.raises(ControlRefused, match="1 numbers of rows"):
+        world.outlet.release(world.state)
+    assert world.outlet.mode == "held"
+
+
+def test_a_checkpoint_that_is_gone_cannot_be_rolled_back_to(world: World) -> None:
+    with pytest.raises(CheckpointError, match="no checkpoint 7"):
         world.outlet.roll_back(TrainingState(world.settings), 7)
+    assert rolled_back_to(world.settings) is None
+    assert world.outlet.is_live
+
+
+def test_without_room_for_another_generation_all_stays_as_it_was(world: World) -> None:
+    saved = world.save()
+    with no_room(), pytest.raises(StoreUnavailable, match="no room"):
+        world.outlet.roll_back(saved, 1)
     assert rolled_back_to(world.settings) is None
     assert world.outlet.is_live
     world.learn("still shown")
@@ -119,8 +161,7 @@ def test_what_is_forgotten_leaves_rows_and_records(world: World) -> None:
     assert world.reader.gather(entity_section(entity), key)[1].tolist() == [1]
     forgotten = world.state.forget(Forget("item", int(key[0])))
     assert (len(forgotten.slots_N), len(forgotten.records.slots_K)) == (1, 1)
-    world.outlet.remove(forgotten.slots_N, world.state.place)
-    world.outlet.remove_records(forgotten.records, world.state.place)
+    world.outlet.forget(world.state.schema.tables[1], int(key[0]), forgotten, world.state.place)
     assert world.reader.gather(entity_section(entity), key)[1].tolist() == [0]
     assert world.reader.gather(row_section(world.state.schema.tables[1]), key)[1].tolist() == [0]
     assert world.state.entities.find(0, key).tolist() == [-1]

@@ -263,3 +263,25 @@ def _be_a_trainer_killed_before(effects: int, trainer: Trainer, directory: Path)
 
     result = saver.finish(capture)
     os._exit(0 if result is not None and result.error is None else 1)
+
+
+def test_the_earliest_position_counts_however_saves_are_numbered(tmp_path: Path, make: Callable[..., Saver]) -> None:
+    saver, trainer = make(), Trainer().run(1)
+    for position in ("1490-0", "300-0"):  # after a rewind a later save may stand at an earlier place
+        save(tmp_path / "saves", trainer.capture(position), keep=2)
+    assert saver.oldest_position() == "300-0"
+    save(tmp_path / "saves", trainer.capture("1500-0"), keep=2)
+    assert saver.oldest_position() == "300-0"
+
+
+def test_a_save_that_is_served_is_not_dropped(tmp_path: Path, make: Callable[..., Saver]) -> None:
+    served: list[int | None] = [1]
+    saver, trainer = make(CheckpointSettings(every_s=30, keep=1), spared=lambda: served[0]), Trainer()
+    for step in range(3):
+        saver.start(lambda step=step: trainer.run(1).capture(f"{step}-0"))  # type: ignore[misc]
+        assert result_of(saver).error is None
+    assert [info.number for info in listing(tmp_path / "saves")] == [3, 1]
+    served[0] = None
+    saver.start(lambda: trainer.run(1).capture("9-0"))
+    result_of(saver)
+    assert [info.number for info in listing(tmp_path / "saves")] == [4]

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from trainer.errors import SettingsError
-from trainer.settings import Settings
+from trainer.settings import RowOptimizer, Settings
 
 MINIMAL = """
 tables: {user: {width: 8}}
@@ -105,3 +105,10 @@ def test_a_file_that_is_not_utf8_and_a_number_that_is_not_finite_are_refused_by_
     file.write_text("tables: {a: {}}\nfeatures: {a: {kind: categorical}}\nmodel: {optimizer: {lr: .inf}}\n")
     with pytest.raises(SettingsError, match=r"model\.optimizer\.lr"):
         Settings.load(file, environment={})
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adam"])
+def test_only_adagrad_decays(kind: str) -> None:
+    with pytest.raises(ValueError, match=f"{kind} has none that may decay"):
+        RowOptimizer.model_validate({"kind": kind, "decay": 0.5})
+    assert RowOptimizer.model_validate({"kind": "adagrad", "decay": 0.5}).decay == 0.5
