@@ -68,13 +68,15 @@ class EmbeddingStreams(Embeddings):
             if self._num_watchers > MAX_WATCHERS:
                 raise ServiceError("overloaded", f"{MAX_WATCHERS} callers watch tables here already")
             interval_s = _interval_s(request)
-            changes = self.parts.model.changes(self.parts.model.table(request.table))
+            table = self.parts.model.table(request.table)
+            self.parts.model.stamp()  # moves to the newest generation; raises where there is none
+            changes = await asyncio.to_thread(self.parts.model.changes, table)
             yield WatchEmbeddingsResponse(model=stamp_message(self.parts.model.stamp()))
             while not self.parts.health.draining:
                 stamp, change, took_s = await self._look(changes)
                 for response in _responses(change, stamp):
                     yield response
-                await asyncio.sleep(max(interval_s, REST * took_s))
+                await self.parts.health.rest(max(interval_s, REST * took_s))
         except asyncio.CancelledError:
             status = "CANCELLED"
             raise
