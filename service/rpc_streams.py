@@ -62,7 +62,7 @@ class EmbeddingStreams(Embeddings):
     ) -> AsyncIterator[WatchEmbeddingsResponse]:
         """Ids that change, until the caller ends it or the worker drains."""
         exchange = self.exchange(context, f"/{EMBEDDINGS}/WatchEmbeddings")
-        status = "OK"
+        status, began_s = "OK", None
         self._num_watchers += 1
         try:
             if self._num_watchers > MAX_WATCHERS:
@@ -71,6 +71,7 @@ class EmbeddingStreams(Embeddings):
             table = self.parts.model.table(request.table)
             self.parts.model.stamp()  # moves to the newest generation; raises where there is none
             changes = await asyncio.to_thread(self.parts.model.changes, table)
+            began_s = exchange.elapsed_s  # how long it lasts is up to the caller
             yield WatchEmbeddingsResponse(model=stamp_message(self.parts.model.stamp()))
             while not self.parts.health.draining:
                 stamp, change, took_s = await self._look(changes)
@@ -85,7 +86,8 @@ class EmbeddingStreams(Embeddings):
             await abort(context, answer, exchange)
         finally:
             self._num_watchers -= 1
-            self.parts.meters.request(face="grpc", route=exchange.route, code=status, duration_s=exchange.elapsed_s)
+            duration_s = exchange.elapsed_s if began_s is None else began_s
+            self.parts.meters.request(face="grpc", route=exchange.route, code=status, duration_s=duration_s)
 
     async def _look(self, changes: Changes) -> tuple[Stamp, Change, float]:
         """A look in a thread, with the version taken before it: what changed up to it has been seen."""
