@@ -79,7 +79,7 @@ class Edge:
             self._num_in_flight -= 1
             exchange.finish()
             self._quotas.charge(exchange.client, exchange.num_items)
-            self._count(exchange, reply.status)
+            self._count(exchange, reply)
             if exchange.elapsed_s > self._log.slow_s and not exchange.is_stream:
                 self._log.slow(exchange, status=str(reply.status), traceparent=_header(scope, b"traceparent"))
 
@@ -99,8 +99,9 @@ class Edge:
         await reply({"type": "http.response.start", "status": status, "headers": raw})
         await reply({"type": "http.response.body", "body": body})
 
-    def _count(self, exchange: Exchange, status: int) -> None:
-        self._meters.request(face="http", route=exchange.route, code=str(status), duration_s=exchange.elapsed_s)
+    def _count(self, exchange: Exchange, reply: "_Reply") -> None:
+        took_s = reply.began_s if exchange.is_stream else exchange.elapsed_s
+        self._meters.request(face="http", route=exchange.route, code=str(reply.status), duration_s=took_s)
         if exchange.code is not None and exchange.route not in PROBES:
             self._meters.refused(exchange.code)
 
@@ -110,6 +111,7 @@ class _Reply:
 
     def __init__(self, exchange: Exchange, send: Send, served: Callable[[Exchange], Stamp | None]) -> None:
         self.status = 0
+        self.began_s = 0.0  # after the arrival
         self._exchange = exchange
         self._send = send
         self._served = served
@@ -117,6 +119,7 @@ class _Reply:
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
+            self.began_s = self._exchange.elapsed_s
             if self._exchange.stamp is None:
                 self._exchange.stamp = self._served(self._exchange)
             added = [(name.encode(), value.encode()) for name, value in self._exchange.headers()]

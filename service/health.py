@@ -8,6 +8,7 @@
 Only `not_ready` takes a worker out of rotation: half a service is better than none, and every answer says its age.
 """
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ Status = Literal["ok", "degraded", "not_ready"]
 # The trainer sets its heartbeat at every step and at least every 20 ms when idle; a busy machine may hold it up for a
 # second or two. Larger hides a dead trainer, smaller reports a slow one.
 MAX_HEARTBEAT_AGE_S = 5.0
+
+DRAIN_LOOK_S = 0.1  # between looks of a stream that rests: how long it may hold a drain up
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,12 @@ class Health:
         self._model = model
         self._ping = ping
         self._metrics = metrics
+
+    async def rest(self, seconds: float) -> None:
+        """Return after that time, or when the drain begins: what lasts as long as its caller likes ends with it."""
+        until_s = time.monotonic() + seconds
+        while not self.draining and (left_s := until_s - time.monotonic()) > 0:
+            await asyncio.sleep(min(left_s, DRAIN_LOOK_S))
 
     async def report(self) -> Report:
         """Look at everything: some hundred microseconds, and a round trip to the log."""

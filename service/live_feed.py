@@ -5,7 +5,6 @@ reads them once a second for all its listeners, and not at all while nobody list
 fewer objects: each is made when the last one has gone to its connection, and nothing queues up.
 """
 
-import asyncio
 import math
 import time
 from collections.abc import AsyncIterator
@@ -23,8 +22,7 @@ from trainer.errors import LivebedError
 
 EVENT_STREAM_TYPE: Final = "text/event-stream"
 EVERY_S: Final = 1.0
-# Between looks at whether the worker drains: how long a listener may hold that up.
-LOOK_S: Final = 0.1
+FRESH_S: Final = 0.9  # an object this young is handed to other listeners, too
 # Listeners of one worker, beyond which one is refused: each is an open connection, 2 KiB a second.
 MAX_LISTENERS: Final = 32
 RETRY_MS: Final = 1000  # after which a browser comes again
@@ -100,22 +98,16 @@ class LiveFeed:
             yield f"retry: {RETRY_MS}\n\n".encode()
             while not self._parts.health.draining:
                 yield b"data: " + self._now() + b"\n\n"
-                await self._next()
+                await self._parts.health.rest(EVERY_S)
             yield END
         finally:
             self._num_listeners -= 1
-
-    async def _next(self) -> None:
-        """Return when it is time for another object, or to end."""
-        until_s = time.monotonic() + EVERY_S
-        while time.monotonic() < until_s and not self._parts.health.draining:
-            await asyncio.sleep(LOOK_S)
 
     def _now(self) -> bytes:
         """The object of this second; what a listener gets who comes within it, too."""
         now_s = time.monotonic()
         since_s = now_s - self._made_s
-        if since_s >= EVERY_S - LOOK_S:
+        if since_s >= FRESH_S:
             counted = board.read(self._parts.settings.metrics_path)
             was = self._counted if since_s <= 2 * EVERY_S else None  # nobody listened: rates would be of long ago
             self._made = msgspec.json.encode(live_answer(self._parts, counted, was, since_s))

@@ -140,8 +140,7 @@ class LiveModel:
         return section.capacity * layout.num_shards
 
     def changes(self, table: Table) -> Changes:
-        """What changes in a table from now on."""
-        self._ready()
+        """What changes in a table from now on; copies 12 bytes a slot, so rather in a thread."""
         return Changes(self._reader, row_section(table))
 
     def seen(self, table: Table, key: int) -> tuple[int, int] | None:

@@ -62,19 +62,22 @@ class EmbeddingStreams(Embeddings):
     ) -> AsyncIterator[WatchEmbeddingsResponse]:
         """Ids that change, until the caller ends it or the worker drains."""
         exchange = self.exchange(context, f"/{EMBEDDINGS}/WatchEmbeddings")
-        status = "OK"
+        status, began_s = "OK", None
         self._num_watchers += 1
         try:
             if self._num_watchers > MAX_WATCHERS:
                 raise ServiceError("overloaded", f"{MAX_WATCHERS} callers watch tables here already")
             interval_s = _interval_s(request)
-            changes = self.parts.model.changes(self.parts.model.table(request.table))
+            table = self.parts.model.table(request.table)
+            self.parts.model.stamp()  # moves to the newest generation; raises where there is none
+            changes = await asyncio.to_thread(self.parts.model.changes, table)
+            began_s = exchange.elapsed_s  # how long it lasts is up to the caller
             yield WatchEmbeddingsResponse(model=stamp_message(self.parts.model.stamp()))
             while not self.parts.health.draining:
                 stamp, change, took_s = await self._look(changes)
                 for response in _responses(change, stamp):
                     yield response
-                await asyncio.sleep(max(interval_s, REST * took_s))
+                await self.parts.health.rest(max(interval_s, REST * took_s))
         except asyncio.CancelledError:
             status = "CANCELLED"
             raise
@@ -83,7 +86,8 @@ class EmbeddingStreams(Embeddings):
             await abort(context, answer, exchange)
         finally:
             self._num_watchers -= 1
-            self.parts.meters.request(face="grpc", route=exchange.route, code=status, duration_s=exchange.elapsed_s)
+            duration_s = exchange.elapsed_s if began_s is None else began_s
+            self.parts.meters.request(face="grpc", route=exchange.route, code=status, duration_s=duration_s)
 
     async def _look(self, changes: Changes) -> tuple[Stamp, Change, float]:
         """A look in a thread, with the version taken before it: what changed up to it has been seen."""

@@ -3,25 +3,27 @@
     python -m tests.contract.openapi_diff            print what was taken away or narrowed; exit 1 if anything was
     python -m tests.contract.openapi_diff --renew    make today's documents the ones to keep to (at a release)
 
-Both are those of the demo's configuration. More is always fine: paths, answers' members, optional members of requests,
-formats, error codes.
+Both are those of the demo's configuration. Whatever a caller may send must go on being taken, and whatever an answer
+promises must go on being there (`openapi_schemas`). More is always fine: paths, answers' members, optional members of
+requests, formats, error codes.
 """
 
 import argparse
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from service import openapi
 from service.examples import KUAIRAND
 from service.wire import Requests
+from tests.contract.openapi_schemas import Schemas, lost
 from trainer.schema import Schema
 from trainer.settings import Settings
 
 BASELINE = Path(__file__).parent / "baseline" / "openapi.json"
 Json = dict[str, Any]
+METHODS = ("get", "put", "post", "delete", "patch", "head", "options")
 
 
 def documents() -> Json:
@@ -31,68 +33,68 @@ def documents() -> Json:
     return {"public": openapi.document(settings, requests), "admin": openapi.admin_document(settings)}
 
 
-def missing(old: Json, new: Json) -> Iterator[str]:
-    """Sentences about one document."""
+def missing(old: Json, new: Json) -> list[str]:
+    """A sentence for each thing that a caller of the old document misses in the new one."""
+    found = []
     for path, item in old["paths"].items():
-        for method, operation in item.items():
-            if method == "parameters":
+        for method in (name for name in METHODS if name in item):
+            place = f"{method.upper()} {path}"
+            now = new["paths"].get(path, {})
+            if method not in now:
+                found.append(f"{place}: is gone")
                 continue
-            call = f"{method.upper()} {path}"
-            if method not in new["paths"].get(path, {}):
-                yield f"{call}: is gone"
-                continue
-            yield from _operation(call, operation, new["paths"][path][method])
-    schemas = new["components"]["schemas"]
-    requests = {name for name in old["components"]["schemas"] if name.endswith(("Request", "Row", "Event", "Columns"))}
-    for name, schema in old["components"]["schemas"].items():
-        if name not in schemas:
-            yield f"schema {name}: is gone"
-        else:
-            yield from _schema(name, schema, schemas[name], is_request=name in requests)
+            schemas = old["components"]["schemas"], new["components"]["schemas"]
+            found += _parameters(place, _given(item, method), _given(now, method), schemas)
+            found += _body(place, item[method].get("requestBody"), now[method].get("requestBody"), schemas)
+            found += _answers(place, item[method]["responses"], now[method]["responses"], schemas)
+    return found
 
 
-def _operation(call: str, old: Json, new: Json) -> Iterator[str]:
-    for status, answer in old["responses"].items():
-        if status not in new["responses"]:
-            yield f"{call}: answer {status} is gone"
+def _given(item: Json, method: str) -> dict[tuple[str, str], Json]:
+    parameters = [*item.get("parameters", []), *item[method].get("parameters", [])]
+    return {(one["in"], one["name"]): one for one in parameters}
+
+
+def _parameters(
+    place: str, old: dict[tuple[str, str], Json], new: dict[tuple[str, str], Json], schemas: tuple[Schemas, Schemas]
+) -> list[str]:
+    gone = [f"{place}: parameter {name} is gone" for where, name in old if (where, name) not in new]
+    needed = [
+        f"{place}: parameter {key[1]} is now required"
+        for key, one in new.items()
+        if one.get("required") and not old.get(key, {}).get("required")
+    ]
+    both = [(key[1], one["schema"], new[key]["schema"]) for key, one in old.items() if key in new]
+    narrowed = [why for name, was, now in both for why in lost(was, now, schemas, f"{place}: {name}", sent=True)]
+    return gone + needed + narrowed
+
+
+def _body(place: str, old: Json | None, new: Json | None, schemas: tuple[Schemas, Schemas]) -> list[str]:
+    if new is None:
+        return [] if old is None else [f"{place}: takes no body any more"]
+    if new.get("required") and not (old or {}).get("required"):
+        return [f"{place}: a body is now required"]
+    return [] if old is None else _contents(f"{place} body", old["content"], new["content"], schemas, sent=True)
+
+
+def _answers(place: str, old: Json, new: Json, schemas: tuple[Schemas, Schemas]) -> list[str]:
+    found = []
+    for status, was in old.items():
+        if status not in new:
+            found.append(f"{place}: answer {status} is gone")
             continue
-        for kind in answer.get("content", {}).keys() - new["responses"][status].get("content", {}).keys():
-            yield f"{call}: answer {status} as {kind} is gone"
-        for name in answer.get("headers", {}).keys() - new["responses"][status].get("headers", {}).keys():
-            yield f"{call}: header {name} is gone"
-    for kind in (
-        old.get("requestBody", {}).get("content", {}).keys() - new.get("requestBody", {}).get("content", {}).keys()
-    ):
-        yield f"{call}: a body as {kind} is no longer taken"
+        missing = set(was.get("headers", {})) - set(new[status].get("headers", {}))
+        found += [f"{place} {status}: header {name} is gone" for name in sorted(missing)]
+        now = new[status].get("content", {})
+        found += _contents(f"{place} {status}", was.get("content", {}), now, schemas, sent=False)
+    return found
 
 
-def _schema(place: str, old: Json, new: Json, *, is_request: bool) -> Iterator[str]:
-    before, now = _types(old), _types(new)
-    if is_request and not before <= now:
-        yield f"{place}: no longer takes {', '.join(sorted(before - now))}"
-    if not is_request and not now <= before:
-        yield f"{place}: may now be {', '.join(sorted(now - before))}"
-    if is_request:
-        for name in set(new.get("required", [])) - set(old.get("required", [])):
-            yield f"{place}.{name}: is now required"
-        for bound in ("maximum", "maxLength", "maxItems"):
-            if new.get(bound, float("inf")) < old.get(bound, float("inf")):
-                yield f"{place}: {bound} is now {new[bound]}, was {old.get(bound, 'without')}"
-    for name, schema in old.get("properties", {}).items():
-        if name not in new.get("properties", {}):
-            yield f"{place}.{name}: is gone"
-        else:
-            yield from _schema(f"{place}.{name}", schema, new["properties"][name], is_request=is_request)
-
-
-def _types(schema: Json) -> set[str]:
-    """What a schema lets through, coarsely: types and references."""
-    options = [schema, *schema.get("anyOf", [])]
-    kinds: set[str] = set()
-    for option in options:
-        kind = option.get("type", option.get("$ref"))
-        kinds |= set(kind) if isinstance(kind, list) else {kind} if kind else set()
-    return kinds
+def _contents(place: str, old: Json, new: Json, schemas: tuple[Schemas, Schemas], *, sent: bool) -> list[str]:
+    found = [f"{place}: {kind} is gone" for kind in old if kind not in new]
+    for kind in (kind for kind in old if kind in new):
+        found += lost(old[kind]["schema"], new[kind]["schema"], schemas, f"{place} ({kind})", sent=sent)
+    return found
 
 
 def main() -> int:

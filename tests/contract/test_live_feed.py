@@ -10,13 +10,16 @@ import httpx
 import msgspec
 import pytest
 
+from service.client import Changed, Client
 from service.embedding_service_pb2 import LookupEmbeddingsRequest
 from service.embedding_service_pb2_grpc import EmbeddingServiceStub
 from service.live_feed import MAX_LISTENERS, LiveAnswer
 from tests.contract.conftest import settings_in
 from tests.contract.running import RunningTrainer, RunningWorker, wait_until
+from trainer import board
 from trainer.broker import Broker
 
+DURATION = "livebed_request_duration_seconds"
 STAGES = ["queue", "gather", "model", "total"]
 
 
@@ -50,6 +53,32 @@ def test_a_listener_gets_an_object_a_second_with_what_happened_in_it(system: Run
     assert {table.name: table.rows for table in second.tables}["user"] >= 10
     assert second.trainer_alive
     assert second.publishing == "live"
+
+
+@pytest.mark.parametrize("route", ["/v1/live", "/livebed.v1.EmbeddingService/WatchEmbeddings"])
+def test_how_long_a_caller_stays_is_no_request_duration(system: RunningWorker, route: str) -> None:
+    def counted() -> board.Snapshot:
+        return board.read(system.settings.metrics_path)
+
+    before = counted()
+    began_s = time.monotonic()
+    if route == "/v1/live":
+        with system.http.stream("GET", route) as reply:
+            for _, _ in zip(range(2), objects(reply), strict=False):
+                pass
+    else:
+        with Client(system.grpc_target) as client:
+            list(zip(range(2), _steps(client.watch("item", interval_ms=500), system), strict=False))
+    lasted_s = time.monotonic() - began_s
+    wait_until(lambda: counted().since(before).count(DURATION, route=route) == 1)
+    assert counted().since(before).mean(DURATION, route=route) < 0.5 * lasted_s
+
+
+def _steps(watch: Iterator[Changed], system: RunningWorker) -> Iterator[Changed]:
+    """The beginning of a watch, and a change, which its second look half a second later finds."""
+    yield next(watch)
+    system.sdk.publish([{"features": {"user_id": "u1", "item_id": "i1"}, "label": 1}])
+    yield next(watch)
 
 
 def test_listeners_are_bounded_and_one_that_goes_makes_room(system: RunningWorker) -> None:
