@@ -97,6 +97,10 @@ class TableSearch:
             return True
         return False
 
+    def look_again(self) -> None:
+        """Let the next search or slice look through all slots, however recent the last look was."""
+        self._is_passing, self._passed_s, self._next_pass_s = False, 0.0, 0.0
+
     def give_up(self) -> None:
         """Do without a graph from now on."""
         self.graph, self.is_broken = None, True
@@ -108,7 +112,7 @@ class TableSearch:
             return False
         if self.graph is None or not self._moved_to(views):
             self.graph = Graph(views, self._section, self._width, by_angle=self._by_angle)
-            self._is_passing, self._passed_s, self._next_pass_s = False, 0.0, 0.0
+            self.look_again()
             return False
         if time.monotonic() > self._passed_s + MAX_LAG_S:
             self._is_passing = False
@@ -123,7 +127,7 @@ class TableSearch:
             self.graph = None
             return False
         if graph.views is not before:
-            self._is_passing, self._passed_s, self._next_pass_s = False, 0.0, 0.0
+            self.look_again()
         return True
 
     def _pass_over(self, graph: Graph) -> bool:

@@ -46,6 +46,10 @@ class NearRows:
             writer.remove("table/item", slots_N)
             writer.commit(step=1, watermark_us=1)
 
+    def ids(self, shard: int) -> Int64s:
+        """Who is in a shard's slots; FREE where nobody is."""
+        return self._ids_SG[shard]
+
     def searcher(self, *, exact_rows: int, by_angle: bool = True) -> TableSearch:
         settings = SearchSettings(exact_rows=exact_rows)
         return TableSearch(0, self.width, by_angle=by_angle, settings=settings, reader=self.reader)

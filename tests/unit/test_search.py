@@ -105,7 +105,7 @@ def test_rows_that_change_are_found_where_they_are_now_and_not_where_they_were(
     settle(searcher)
     moved_ND = -rows_ND[:100]
     world.put(ids_N[:100], moved_ND)
-    searcher._passed_s = 0.0  # as if MAX_LAG_S had gone by
+    searcher.look_again()
     for is_placed in (False, True):
         for id_, old_D, new_D in zip(ids_N[:100].tolist(), rows_ND, moved_ND, strict=False):
             found, scores_K, index = world.nearest(searcher, new_D, 3)
@@ -142,12 +142,12 @@ def test_what_left_is_not_found_and_who_came_into_its_slot_is(tmp_path: Path) ->
         settle(searcher)
         world.put(new_N, rows_ND)
         world.remove(new_N[:10])
-        here_N = world._ids_SG[0][world._ids_SG[0] != EMPTY]
+        here_N = world.ids(0)[world.ids(0) != EMPTY]
         for _ in range(2):
             found, _, _ = world.nearest(searcher, rows_ND[0], 1000)
             assert set(found) <= set(here_N.tolist())
             assert not set(found) & set(new_N[:10].tolist())
-            searcher._passed_s = 0.0
+            searcher.look_again()
             assert sorted(world.nearest(searcher, rows_ND[0], 1000)[0]) == sorted(here_N.tolist())
             settle(searcher)
     world.close()
@@ -160,7 +160,7 @@ def test_small_steps_leave_the_graph_alone_and_similarities_are_those_of_now(wor
     settle(searcher)
     stepped_ND = (rows_ND + 0.01 * np.linalg.norm(rows_ND, axis=1, keepdims=True) / np.sqrt(8)).astype(np.float32)
     world.put(ids_N, stepped_ND)
-    searcher._passed_s = 0.0
+    searcher.look_again()
     found, scores_K, index = world.nearest(searcher, rows_ND[0], 10)
     assert (index.kind, searcher.graph is not None and searcher.graph.num_pending) == ("hnsw", 0)
     unit_ND = stepped_ND / np.linalg.norm(stepped_ND, axis=1, keepdims=True)
