@@ -215,7 +215,7 @@ class Face:
 
     async def search(self, request: Request) -> Response:
         """Nearest rows."""
-        accepted(request.headers.get("accept"), JSON)
+        accepted(request.headers.get("accept"), [answers.JSON_TYPE])
         body = await self._body(request, JSON_TYPES, self.parts.admission.reads)
         table = self.parts.model.table(request.path_params["table"])
         query, known_ids = self.parts.searches.read(body)

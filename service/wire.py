@@ -89,9 +89,7 @@ class Requests:
 
     def convert(self, request: dict[str, Any]) -> Candidates:
         """Candidates of a score request that came as Python values (gRPC): the same checks, the same words."""
-        return self.candidates(
-            decoded(lambda values: msgspec.convert(values, self.ScoreRequest), request, "a request")
-        )
+        return self.candidates(decoded(lambda values: msgspec.convert(values, self.ScoreRequest), request, "a request"))
 
     def candidates(self, request: Any) -> Candidates:
         """Columns of a decoded request."""

@@ -302,9 +302,7 @@ class SearchSettings(Frozen):
     """Nearest rows. Tables above `exact_rows` get a graph in each worker that is asked, from the first search on."""
 
     enabled: bool = True
-    exact_rows: int = Field(
-        100_000, ge=0
-    )  # compared one by one, in about 10 ms; above, about 0.5 KiB a row for a graph
+    exact_rows: int = Field(100_000, ge=0)  # compared one by one, in about 10 ms; a graph takes 0.5 KiB a row or more
     cpu_share: float = Field(0.2, gt=0, le=1)  # of a core, for each worker's graphs to be built and to follow
 
 

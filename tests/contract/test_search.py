@@ -1,6 +1,8 @@
 """Search over every face, on a model that has learned: the same rows and bits as comparing all that a lookup gives."""
 
+import asyncio
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,8 +14,14 @@ from service.cli import app
 from service.client import CallError
 from service.embedding_service_pb2 import SearchEmbeddingsRequest
 from service.embedding_service_pb2_grpc import EmbeddingServiceStub
-from tests.contract.running import RunningWorker
+from service.errors import ServiceError
+from service.exchange import Exchange
+from service.search import Query, Search
+from tests.contract.conftest import settings_in
+from tests.contract.running import RunningTrainer, RunningWorker, wait_until
+from trainer.broker import Broker
 from trainer.hashing import hash_values
+from trainer.settings import SearchSettings
 
 ITEMS = [f"i{k}" for k in range(7)]  # what `system` has learned
 PATH = "/v1/tables/item/embeddings:search"
@@ -120,3 +128,64 @@ def test_an_unknown_id_is_the_same_error_to_the_sdk(system: RunningWorker) -> No
     with pytest.raises(CallError) as caught:
         system.sdk.search("item", id="never seen")
     assert caught.value.code == "unknown_id"
+
+
+def test_search_can_be_switched_off(system: RunningWorker) -> None:
+    model = system.worker.parts.model
+    search_off = Search(model, SearchSettings(enabled=False))
+    with pytest.raises(ServiceError) as caught:
+        asyncio.run(search_off.nearest(model.table("item"), Query(None, 1, 1, "cosine"), Exchange(None)))
+    assert caught.value.code == "refused"
+
+
+@pytest.fixture(scope="module")
+def followed(tmp_path_factory: pytest.TempPathFactory, broker: Broker) -> Iterator[RunningWorker]:
+    """A system whose tables are all large enough for a graph; it has learned 60 users."""
+    settings = settings_in(tmp_path_factory.mktemp("f"), broker.url, **{"serving.search.exact_rows": 2})
+    with RunningTrainer(settings), RunningWorker(settings) as worker:
+        worker.wait_ready()
+        learn(worker, USERS)
+        yield worker
+
+
+USERS = [f"u{k}" for k in range(60)]
+
+
+def learn(worker: RunningWorker, users: list[str], *, label: int = 1) -> None:
+    step = worker.http.get("/v1/model").json()["step"]
+    events = [{"features": {"user_id": user, "item_id": "i1"}, "label": label} for user in users]
+    assert worker.http.post("/v1/events", json=events).json()["accepted"] == len(users)
+    wait_until(lambda: worker.http.get("/v1/model").json()["step"] >= step + len(users))
+
+
+def near_user(worker: RunningWorker, user: str, **request: Any) -> dict[str, Any]:
+    body = {"id": user, "k": 5, "known_ids": USERS, **request}
+    found: dict[str, Any] = worker.http.post("/v1/tables/user/embeddings:search", json=body).json()
+    return found
+
+
+def test_a_graph_answers_for_a_large_table_and_follows_what_is_learned(followed: RunningWorker) -> None:
+    wait_until(lambda: near_user(followed, "u1")["index"]["kind"] == "hnsw")
+    for turn in range(5):
+        learn(followed, USERS[:40] * 3, label=turn % 2)
+        version = int(near_user(followed, "u1")["model"]["version"])
+        wait_until(lambda least=version: int(near_user(followed, "u1")["index"]["version"]) >= least, within_s=5)
+        answer = near_user(followed, "u1")
+        rows = followed.sdk.lookup("user", USERS).vectors
+        cosine = rows @ rows[1] / np.linalg.norm(rows, axis=1) / np.linalg.norm(rows[1])
+        cosine[1] = -2
+        best = np.argsort(-cosine)[:5]
+        assert answer["ids"] == [USERS[k] for k in best]
+        np.testing.assert_allclose(answer["similarities"], cosine[best], atol=1e-5)
+
+
+@pytest.mark.parametrize("which", ["system", "followed"])
+def test_a_forgotten_id_is_no_longer_found(which: str, request: pytest.FixtureRequest) -> None:
+    worker: RunningWorker = request.getfixturevalue(which)
+    learn(worker, ["here", "gone"])
+    gone = str(hash_values(["gone"])[0])
+    assert gone in near_user(worker, "here", k=1000)["keys"]
+    assert worker.admin.delete("/v1/tables/user/embeddings/gone").status_code == 202
+    wait_until(lambda: gone not in near_user(worker, "here", k=1000)["keys"], within_s=10)
+    assert gone not in near_user(worker, "here", k=1000)["keys"]
+    assert near_user(worker, "gone")["code"] == "unknown_id"
