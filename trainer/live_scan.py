@@ -28,6 +28,7 @@ Place = tuple[int, int, int, int, int, int, int]
 
 # As in `live_kernels`: past them a writer is taken for dead inside the slot, whose row then counts as absent.
 _TIGHT_SPINS, _YIELDS = 256, 1024
+NEVER_WRITTEN = 0  # sequence word of a record of a new generation: its key is 0, which may be an id as well
 ABSENT, PRESENT, PENDING = 0, 1, 2  # bits of `marks_G`: whether an index has the slot, and whether it is to look again
 
 
@@ -109,7 +110,7 @@ def _offer_slot(
             score = _similarity(f32, row, query_D, by_angle)
             fence_acquire()
             if load_u32(record + 4 * SEQ) == before:
-                if _is_id(key) and key not in (but, MISSING_ID):
+                if before != NEVER_WRITTEN and _is_id(key) and key not in (but, MISSING_ID):
                     return _offer(scores_K, keys_K, count, score, key)
                 return count
         if spin >= _TIGHT_SPINS:
@@ -196,7 +197,7 @@ def read_slots(
                     rows_ND[i, d] = f32[row + d]
                 fence_acquire()
                 if load_u32(record + 4 * SEQ) == before:
-                    if _is_id(key) and key != MISSING_ID:
+                    if before != NEVER_WRITTEN and _is_id(key) and key != MISSING_ID:
                         keys_N[i] = key
                     break
             if spin >= _TIGHT_SPINS:

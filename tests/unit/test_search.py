@@ -176,13 +176,17 @@ def test_the_graph_follows_into_the_next_generation(world: NearRows) -> None:
     graph = searcher.graph
     world.close()
     again = NearRows(world.directory, world.capacity, world.width)
-    again.put(ids_N[:500], rows_ND[:500])
-    again.put(ids_N[:50], -rows_ND[:50])
+    again.put(ids_N[50:500], rows_ND[50:500])
+    again.put(ids_N[:50], -rows_ND[:50])  # written as often as they were before
     again.reader = world.reader
     assert len(again.nearest(searcher, -rows_ND[7], 600)[0]) == 500
     settle(searcher)
     found, _, index = again.nearest(searcher, -rows_ND[7], 10)
     assert (found[0], index.kind, searcher.graph) == (ids_N[7], "hnsw", graph)
+    found, _, _ = again.nearest(searcher, -rows_ND[7], 600)
+    assert sorted(found) == sorted(ids_N[:500].tolist())  # all there are, whatever the graph leads to, and nobody else
+    assert searcher.graph is not None
+    assert len(searcher.graph._index) == 500
     again.close()
     smaller = NearRows(world.directory, 2000, world.width)  # as after a resize
     smaller.put(ids_N, rows_ND)
@@ -207,3 +211,16 @@ def test_recall_at_10_of_the_graph_is_at_least_095(tmp_path: Path) -> None:
             hits += len(set(found[0]) & set(world.nearest(exact, vector_D, 10)[0]))
         assert hits / 2000 >= 0.95
     world.close()
+
+
+def test_when_all_that_the_graph_proposes_has_left_every_row_is_compared(world: NearRows) -> None:
+    ids_N, rows_ND = filled(world)
+    searcher = world.searcher(exact_rows=NONE)
+    world.nearest(searcher, rows_ND[0], 1)
+    settle(searcher)
+    near = world.nearest(searcher, rows_ND[0], 1000)[0]
+    world.remove(np.array(near))
+    found, _, index = world.nearest(searcher, rows_ND[0], 5)
+    assert (len(found), index.kind) == (5, "exact")
+    assert not set(found) & set(near)
+    assert set(found) <= set(ids_N.tolist())
