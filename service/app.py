@@ -32,11 +32,13 @@ from service.request_log import RequestLog
 from service.rest import build_admin_app, build_app
 from service.rpc_server import RpcServer
 from service.rpc_tracing import TracedCalls
+from service.search import Search
+from service.search_wire import Searches
 from service.tls import Certificates
 from service.tracing import Tracing
 from service.watched import REFRESH_EVERY_S, Watched
 from service.wire import Requests
-from trainer import entities, events, hashing, live, scorer
+from trainer import entities, events, hashing, live, live_scan, scorer
 from trainer.board import Board
 from trainer.errors import SchemaMismatch, SettingsError, StoreUnavailable
 from trainer.schema import Schema
@@ -176,6 +178,7 @@ class Worker:
         await self._rpc.stop(FINISH_S)
 
     async def _close(self) -> None:
+        await asyncio.to_thread(self.parts.search.close)
         await self._log.close()
         await self._probe.close()
         if self._tracing is not None:
@@ -203,13 +206,15 @@ def build_parts(settings: Settings, board: Board, log: AsyncEventLog, probe: Asy
         admission=Admission(settings.serving.queue),
         quotas=Quotas(settings.serving.quota),
         request_log=RequestLog(settings.serving.slow_request_ms),
+        search=Search(model, settings.serving.search),
+        searches=Searches(requests),
         access=None if settings.serving.tokens_file is None else Access(settings.serving.tokens_file),
     )
 
 
 def load_kernels() -> None:
     """Compile what a worker calls, or load it from the cache on disk: a minute, or half a second."""
-    for module in (hashing, events, live, entities, scorer, tensors):
+    for module in (hashing, events, live, live_scan, entities, scorer, tensors):
         module.warm()
 
 

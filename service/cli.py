@@ -16,6 +16,7 @@ import typer
 import trainer
 from service.cli_client import client
 from service.cli_operator import checkpoint_app, model_app, table_app
+from service.cli_search import search_commands
 from service.cli_token import token_app
 from service.examples import KUAIRAND
 from trainer.errors import LivebedError, SettingsError
@@ -278,7 +279,7 @@ def version(as_json: Json = False) -> None:
     sys.stdout.write(json.dumps({"version": number}) + "\n" if as_json else f"livebed {number}\n")
 
 
-app.registered_commands += client.registered_commands
+app.registered_commands += client.registered_commands + search_commands.registered_commands
 
 
 def main() -> None:

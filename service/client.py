@@ -22,8 +22,11 @@ import numpy.typing as npt
 from google.rpc import error_details_pb2, status_pb2
 
 from service.embedding_service_pb2 import (
+    METRIC_COSINE,
+    METRIC_DOT,
     LookupEmbeddingsRequest,
     LookupEmbeddingsResponse,
+    SearchEmbeddingsRequest,
     StreamLookupRequest,
     WatchEmbeddingsRequest,
 )
@@ -62,6 +65,7 @@ from service.value_pb2 import Id, IdList, NumberList, Row, Value
 Response = TypeVar("Response")
 STATUS_NAMES = ("unknown", "learned", "default")
 OPERATION_S = 120.0  # saving or rolling back a large model takes its time
+METRICS = {"cosine": METRIC_COSINE, "dot": METRIC_DOT}
 STATUS_DETAILS = "grpc-status-details-bin"
 # A lookup's answer may be larger than gRPC's default of 4 MiB. Pings keep a quiet connection through a NAT; the server
 # allows one in 10 s.
@@ -158,6 +162,27 @@ class Changed:
     removed: npt.NDArray[np.int64]
     resync: bool
     model: Model
+
+
+@dataclass(frozen=True)
+class Index:
+    """How a search was answered; rows that changed within `lag_ms` may not be found at their new place (0: exact)."""
+
+    kind: str
+    version: int
+    lag_ms: float
+    rows: int
+
+
+@dataclass(frozen=True)
+class Found:
+    """Rows, nearest first. `keys`: hashed ids, int64; `ids`: those of `known_ids` that they belong to, else None."""
+
+    keys: npt.NDArray[np.int64]
+    similarities: npt.NDArray[np.float32]
+    ids: list[str | int | None]
+    model: Model
+    index: Index
 
 
 class Client:
@@ -285,6 +310,44 @@ class Client:
     def forget(self, table: str, id_: str | int) -> ForgetEmbeddingResponse:
         """Forget an id everywhere; done when the trainer comes to its place in the log."""
         return self._call(self._models.ForgetEmbedding, ForgetEmbeddingRequest(table=table, id=_id(id_)))
+
+    def search(
+        self,
+        table: str,
+        *,
+        vector: npt.ArrayLike | None = None,
+        id: str | int | None = None,
+        key: int | None = None,
+        k: int = 10,
+        metric: str = "cosine",
+        known_ids: Sequence[str | int] = (),
+    ) -> Found:
+        """The rows nearest to a vector, or to the row of an id (or of a key of an earlier answer), which is left out.
+
+        `metric`: "cosine" or "dot".
+        """
+        if metric not in METRICS:
+            raise _invalid(f"a metric is one of {', '.join(METRICS)}; got {metric!r}")
+        request = SearchEmbeddingsRequest(
+            table=table,
+            k=k,
+            metric=METRICS[metric],
+            known_ids=[_id(value) for value in known_ids],
+        )
+        if [vector is None, id is None, key is None].count(False) != 1:
+            raise _invalid("a search has exactly one of vector, id and key")
+        if vector is not None:
+            request.vector = np.asarray(vector, "<f4").tobytes()
+        elif id is not None:
+            request.id.CopyFrom(_id(id))
+        elif key is not None:
+            request.key = key
+        answer = self._call(self._embeddings.SearchEmbeddings, request)
+        keys, similarities = np.frombuffer(answer.keys, "<i8"), np.frombuffer(answer.similarities, "<f4")
+        places = np.frombuffer(answer.places, "<u4").tolist() or [len(known_ids)] * len(keys)
+        ids = [known_ids[place] if place < len(known_ids) else None for place in places]
+        index = Index(answer.index.kind, answer.index.version, answer.index.lag_ms, answer.index.rows)
+        return Found(keys, similarities, ids, _model(answer.model), index)
 
     def close(self) -> None:
         """Close the connection."""

@@ -23,29 +23,38 @@ _sym_db = _symbol_database.Default()
 
 
 from service import model_stamp_pb2 as service_dot_model__stamp__pb2
+from service import value_pb2 as service_dot_value__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fservice/embedding_service.proto\x12\nlivebed.v1\x1a\x19service/model_stamp.proto\"J\n\x13StreamLookupRequest\x12\x33\n\x06lookup\x18\x01 \x01(\x0b\x32#.livebed.v1.LookupEmbeddingsRequest\"\x82\x01\n\x14StreamLookupResponse\x12\x34\n\x04rows\x18\x01 \x01(\x0b\x32$.livebed.v1.LookupEmbeddingsResponseH\x00\x12*\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x19.livebed.v1.LookupRefusalH\x00\x42\x08\n\x06result\"-\n\rLookupRefusal\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t\"<\n\x16WatchEmbeddingsRequest\x12\r\n\x05table\x18\x01 \x01(\t\x12\x13\n\x0binterval_ms\x18\x02 \x01(\r\"r\n\x17WatchEmbeddingsResponse\x12\x0f\n\x07\x63hanged\x18\x01 \x01(\x0c\x12\x0f\n\x07removed\x18\x02 \x01(\x0c\x12\x0e\n\x06resync\x18\x03 \x01(\x08\x12%\n\x05model\x18\x04 \x01(\x0b\x32\x16.livebed.v1.ModelStamp\"V\n\x17LookupEmbeddingsRequest\x12\r\n\x05table\x18\x01 \x01(\t\x12\r\n\x05texts\x18\x02 \x03(\t\x12\x10\n\x08integers\x18\x03 \x03(\x03\x12\x0b\n\x03ids\x18\x04 \x01(\x0c\"n\n\x18LookupEmbeddingsResponse\x12\x0e\n\x06values\x18\x01 \x01(\x0c\x12\x0b\n\x03\x64im\x18\x02 \x01(\r\x12\x0e\n\x06status\x18\x03 \x01(\x0c\x12%\n\x05model\x18\x04 \x01(\x0b\x32\x16.livebed.v1.ModelStamp2\xa6\x02\n\x10\x45mbeddingService\x12]\n\x10LookupEmbeddings\x12#.livebed.v1.LookupEmbeddingsRequest\x1a$.livebed.v1.LookupEmbeddingsResponse\x12U\n\x0cStreamLookup\x12\x1f.livebed.v1.StreamLookupRequest\x1a .livebed.v1.StreamLookupResponse(\x01\x30\x01\x12\\\n\x0fWatchEmbeddings\x12\".livebed.v1.WatchEmbeddingsRequest\x1a#.livebed.v1.WatchEmbeddingsResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fservice/embedding_service.proto\x12\nlivebed.v1\x1a\x19service/model_stamp.proto\x1a\x13service/value.proto\"J\n\x13StreamLookupRequest\x12\x33\n\x06lookup\x18\x01 \x01(\x0b\x32#.livebed.v1.LookupEmbeddingsRequest\"\x82\x01\n\x14StreamLookupResponse\x12\x34\n\x04rows\x18\x01 \x01(\x0b\x32$.livebed.v1.LookupEmbeddingsResponseH\x00\x12*\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x19.livebed.v1.LookupRefusalH\x00\x42\x08\n\x06result\"-\n\rLookupRefusal\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t\"<\n\x16WatchEmbeddingsRequest\x12\r\n\x05table\x18\x01 \x01(\t\x12\x13\n\x0binterval_ms\x18\x02 \x01(\r\"r\n\x17WatchEmbeddingsResponse\x12\x0f\n\x07\x63hanged\x18\x01 \x01(\x0c\x12\x0f\n\x07removed\x18\x02 \x01(\x0c\x12\x0e\n\x06resync\x18\x03 \x01(\x08\x12%\n\x05model\x18\x04 \x01(\x0b\x32\x16.livebed.v1.ModelStamp\"V\n\x17LookupEmbeddingsRequest\x12\r\n\x05table\x18\x01 \x01(\t\x12\r\n\x05texts\x18\x02 \x03(\t\x12\x10\n\x08integers\x18\x03 \x03(\x03\x12\x0b\n\x03ids\x18\x04 \x01(\x0c\"n\n\x18LookupEmbeddingsResponse\x12\x0e\n\x06values\x18\x01 \x01(\x0c\x12\x0b\n\x03\x64im\x18\x02 \x01(\r\x12\x0e\n\x06status\x18\x03 \x01(\x0c\x12%\n\x05model\x18\x04 \x01(\x0b\x32\x16.livebed.v1.ModelStamp\"\xc2\x01\n\x17SearchEmbeddingsRequest\x12\r\n\x05table\x18\x01 \x01(\t\x12\x10\n\x06vector\x18\x02 \x01(\x0cH\x00\x12\x1c\n\x02id\x18\x03 \x01(\x0b\x32\x0e.livebed.v1.IdH\x00\x12\r\n\x03key\x18\x04 \x01(\x10H\x00\x12\t\n\x01k\x18\x05 \x01(\r\x12\"\n\x06metric\x18\x06 \x01(\x0e\x32\x12.livebed.v1.Metric\x12!\n\tknown_ids\x18\x07 \x03(\x0b\x32\x0e.livebed.v1.IdB\x07\n\x05query\"\x9d\x01\n\x18SearchEmbeddingsResponse\x12\x0c\n\x04keys\x18\x01 \x01(\x0c\x12\x14\n\x0csimilarities\x18\x02 \x01(\x0c\x12\x0e\n\x06places\x18\x03 \x01(\x0c\x12%\n\x05model\x18\x04 \x01(\x0b\x32\x16.livebed.v1.ModelStamp\x12&\n\x05index\x18\x05 \x01(\x0b\x32\x17.livebed.v1.SearchIndex\"J\n\x0bSearchIndex\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x0e\n\x06lag_ms\x18\x03 \x01(\x01\x12\x0c\n\x04rows\x18\x04 \x01(\x04*C\n\x06Metric\x12\x16\n\x12METRIC_UNSPECIFIED\x10\x00\x12\x11\n\rMETRIC_COSINE\x10\x01\x12\x0e\n\nMETRIC_DOT\x10\x02\x32\x85\x03\n\x10\x45mbeddingService\x12]\n\x10LookupEmbeddings\x12#.livebed.v1.LookupEmbeddingsRequest\x1a$.livebed.v1.LookupEmbeddingsResponse\x12]\n\x10SearchEmbeddings\x12#.livebed.v1.SearchEmbeddingsRequest\x1a$.livebed.v1.SearchEmbeddingsResponse\x12U\n\x0cStreamLookup\x12\x1f.livebed.v1.StreamLookupRequest\x1a .livebed.v1.StreamLookupResponse(\x01\x30\x01\x12\\\n\x0fWatchEmbeddings\x12\".livebed.v1.WatchEmbeddingsRequest\x1a#.livebed.v1.WatchEmbeddingsResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'service.embedding_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_STREAMLOOKUPREQUEST']._serialized_start=74
-  _globals['_STREAMLOOKUPREQUEST']._serialized_end=148
-  _globals['_STREAMLOOKUPRESPONSE']._serialized_start=151
-  _globals['_STREAMLOOKUPRESPONSE']._serialized_end=281
-  _globals['_LOOKUPREFUSAL']._serialized_start=283
-  _globals['_LOOKUPREFUSAL']._serialized_end=328
-  _globals['_WATCHEMBEDDINGSREQUEST']._serialized_start=330
-  _globals['_WATCHEMBEDDINGSREQUEST']._serialized_end=390
-  _globals['_WATCHEMBEDDINGSRESPONSE']._serialized_start=392
-  _globals['_WATCHEMBEDDINGSRESPONSE']._serialized_end=506
-  _globals['_LOOKUPEMBEDDINGSREQUEST']._serialized_start=508
-  _globals['_LOOKUPEMBEDDINGSREQUEST']._serialized_end=594
-  _globals['_LOOKUPEMBEDDINGSRESPONSE']._serialized_start=596
-  _globals['_LOOKUPEMBEDDINGSRESPONSE']._serialized_end=706
-  _globals['_EMBEDDINGSERVICE']._serialized_start=709
-  _globals['_EMBEDDINGSERVICE']._serialized_end=1003
+  _globals['_METRIC']._serialized_start=1162
+  _globals['_METRIC']._serialized_end=1229
+  _globals['_STREAMLOOKUPREQUEST']._serialized_start=95
+  _globals['_STREAMLOOKUPREQUEST']._serialized_end=169
+  _globals['_STREAMLOOKUPRESPONSE']._serialized_start=172
+  _globals['_STREAMLOOKUPRESPONSE']._serialized_end=302
+  _globals['_LOOKUPREFUSAL']._serialized_start=304
+  _globals['_LOOKUPREFUSAL']._serialized_end=349
+  _globals['_WATCHEMBEDDINGSREQUEST']._serialized_start=351
+  _globals['_WATCHEMBEDDINGSREQUEST']._serialized_end=411
+  _globals['_WATCHEMBEDDINGSRESPONSE']._serialized_start=413
+  _globals['_WATCHEMBEDDINGSRESPONSE']._serialized_end=527
+  _globals['_LOOKUPEMBEDDINGSREQUEST']._serialized_start=529
+  _globals['_LOOKUPEMBEDDINGSREQUEST']._serialized_end=615
+  _globals['_LOOKUPEMBEDDINGSRESPONSE']._serialized_start=617
+  _globals['_LOOKUPEMBEDDINGSRESPONSE']._serialized_end=727
+  _globals['_SEARCHEMBEDDINGSREQUEST']._serialized_start=730
+  _globals['_SEARCHEMBEDDINGSREQUEST']._serialized_end=924
+  _globals['_SEARCHEMBEDDINGSRESPONSE']._serialized_start=927
+  _globals['_SEARCHEMBEDDINGSRESPONSE']._serialized_end=1084
+  _globals['_SEARCHINDEX']._serialized_start=1086
+  _globals['_SEARCHINDEX']._serialized_end=1160
+  _globals['_EMBEDDINGSERVICE']._serialized_start=1232
+  _globals['_EMBEDDINGSERVICE']._serialized_end=1621
 # @@protoc_insertion_point(module_scope)

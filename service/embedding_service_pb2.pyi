@@ -7,7 +7,9 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from service import model_stamp_pb2 as _model_stamp_pb2
+from service import value_pb2 as _value_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -18,6 +20,30 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _Metric:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _MetricEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Metric.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    METRIC_UNSPECIFIED: _Metric.ValueType  # 0
+    """Cosine."""
+    METRIC_COSINE: _Metric.ValueType  # 1
+    """The cosine of the angle between them; 0 for a row of zeros."""
+    METRIC_DOT: _Metric.ValueType  # 2
+    """Their dot product."""
+
+class Metric(_Metric, metaclass=_MetricEnumTypeWrapper):
+    """How near two rows are."""
+
+METRIC_UNSPECIFIED: Metric.ValueType  # 0
+"""Cosine."""
+METRIC_COSINE: Metric.ValueType  # 1
+"""The cosine of the angle between them; 0 for a row of zeros."""
+METRIC_DOT: Metric.ValueType  # 2
+"""Their dot product."""
+Global___Metric: _TypeAlias = Metric  # noqa: Y015
 
 @_typing.final
 class StreamLookupRequest(_message.Message):
@@ -236,3 +262,131 @@ class LookupEmbeddingsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LookupEmbeddingsResponse: _TypeAlias = LookupEmbeddingsResponse  # noqa: Y015
+
+@_typing.final
+class SearchEmbeddingsRequest(_message.Message):
+    """What is looked for in one table."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TABLE_FIELD_NUMBER: _builtins.int
+    VECTOR_FIELD_NUMBER: _builtins.int
+    ID_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
+    K_FIELD_NUMBER: _builtins.int
+    METRIC_FIELD_NUMBER: _builtins.int
+    KNOWN_IDS_FIELD_NUMBER: _builtins.int
+    table: _builtins.str
+    """The table's name."""
+    vector: _builtins.bytes
+    """A vector: little-endian float32, as many as a row of the table has."""
+    key: _builtins.int
+    """The row of an id already hashed (a key of an earlier answer), which is left out of the answer."""
+    k: _builtins.int
+    """How many rows; 0 for 10."""
+    metric: Global___Metric.ValueType
+    """How near two rows are."""
+    @_builtins.property
+    def id(self) -> _value_pb2.Id:
+        """The row of an id, which is left out of the answer."""
+
+    @_builtins.property
+    def known_ids(self) -> _containers.RepeatedCompositeFieldContainer[_value_pb2.Id]:
+        """Ids that the caller knows: the answer says which of them a row belongs to. The store itself has only their hashes."""
+
+    def __init__(
+        self,
+        *,
+        table: _builtins.str = ...,
+        vector: _builtins.bytes = ...,
+        id: _value_pb2.Id | None = ...,
+        key: _builtins.int = ...,
+        k: _builtins.int = ...,
+        metric: Global___Metric.ValueType = ...,
+        known_ids: _abc.Iterable[_value_pb2.Id] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "key", b"key", "query", b"query", "vector", b"vector"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "k", b"k", "key", b"key", "known_ids", b"known_ids", "metric", b"metric", "query", b"query", "table", b"table", "vector", b"vector"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_query: _TypeAlias = _typing.Literal["vector", "id", "key"]  # noqa: Y015
+    _WhichOneofArgType_query: _TypeAlias = _typing.Literal["query", b"query"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_query) -> _WhichOneofReturnType_query | None: ...
+
+Global___SearchEmbeddingsRequest: _TypeAlias = SearchEmbeddingsRequest  # noqa: Y015
+
+@_typing.final
+class SearchEmbeddingsResponse(_message.Message):
+    """Rows, nearest first."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEYS_FIELD_NUMBER: _builtins.int
+    SIMILARITIES_FIELD_NUMBER: _builtins.int
+    PLACES_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    INDEX_FIELD_NUMBER: _builtins.int
+    keys: _builtins.bytes
+    """Their ids, hashed: little-endian int64, XXH64 of the id's UTF-8 text. `LookupEmbeddings` takes them as `ids`."""
+    similarities: _builtins.bytes
+    """How near they are: little-endian float32, of the rows as `model` has them or newer."""
+    places: _builtins.bytes
+    """The place of each in `known_ids`: little-endian uint32, 4294967295 where it is none of them; empty without any."""
+    @_builtins.property
+    def model(self) -> _model_stamp_pb2.ModelStamp:
+        """Which model answered."""
+
+    @_builtins.property
+    def index(self) -> Global___SearchIndex:
+        """How the rows were found."""
+
+    def __init__(
+        self,
+        *,
+        keys: _builtins.bytes = ...,
+        similarities: _builtins.bytes = ...,
+        places: _builtins.bytes = ...,
+        model: _model_stamp_pb2.ModelStamp | None = ...,
+        index: Global___SearchIndex | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "model", b"model"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "keys", b"keys", "model", b"model", "places", b"places", "similarities", b"similarities"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SearchEmbeddingsResponse: _TypeAlias = SearchEmbeddingsResponse  # noqa: Y015
+
+@_typing.final
+class SearchIndex(_message.Message):
+    """How a search was answered, and what it may have missed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    LAG_MS_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    kind: _builtins.str
+    """`exact`: every row was compared. `hnsw`: those that a graph proposed, and those that changed since."""
+    version: _builtins.int
+    """The newest model version whose changes the index has all seen."""
+    lag_ms: _builtins.float
+    """Rows that changed within this time may not be found at their new place; 0 if exact."""
+    rows: _builtins.int
+    """Rows of the table."""
+    def __init__(
+        self,
+        *,
+        kind: _builtins.str = ...,
+        version: _builtins.int = ...,
+        lag_ms: _builtins.float = ...,
+        rows: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "lag_ms", b"lag_ms", "rows", b"rows", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SearchIndex: _TypeAlias = SearchIndex  # noqa: Y015

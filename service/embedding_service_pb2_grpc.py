@@ -40,6 +40,11 @@ class EmbeddingServiceStub:
                 request_serializer=service_dot_embedding__service__pb2.LookupEmbeddingsRequest.SerializeToString,
                 response_deserializer=service_dot_embedding__service__pb2.LookupEmbeddingsResponse.FromString,
                 _registered_method=True)
+        self.SearchEmbeddings = channel.unary_unary(
+                '/livebed.v1.EmbeddingService/SearchEmbeddings',
+                request_serializer=service_dot_embedding__service__pb2.SearchEmbeddingsRequest.SerializeToString,
+                response_deserializer=service_dot_embedding__service__pb2.SearchEmbeddingsResponse.FromString,
+                _registered_method=True)
         self.StreamLookup = channel.stream_stream(
                 '/livebed.v1.EmbeddingService/StreamLookup',
                 request_serializer=service_dot_embedding__service__pb2.StreamLookupRequest.SerializeToString,
@@ -58,6 +63,13 @@ class EmbeddingServiceServicer:
 
     def LookupEmbeddings(self, request, context):
         """The rows of ids of one table. An unknown id is not an error: its row is the table's default and its status says so.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SearchEmbeddings(self, request, context):
+        """The rows of one table nearest to a vector or to an id's row. An id that has no row is NOT_FOUND (`unknown_id`).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -84,6 +96,11 @@ def add_EmbeddingServiceServicer_to_server(servicer, server):
                     servicer.LookupEmbeddings,
                     request_deserializer=service_dot_embedding__service__pb2.LookupEmbeddingsRequest.FromString,
                     response_serializer=service_dot_embedding__service__pb2.LookupEmbeddingsResponse.SerializeToString,
+            ),
+            'SearchEmbeddings': grpc.unary_unary_rpc_method_handler(
+                    servicer.SearchEmbeddings,
+                    request_deserializer=service_dot_embedding__service__pb2.SearchEmbeddingsRequest.FromString,
+                    response_serializer=service_dot_embedding__service__pb2.SearchEmbeddingsResponse.SerializeToString,
             ),
             'StreamLookup': grpc.stream_stream_rpc_method_handler(
                     servicer.StreamLookup,
@@ -124,6 +141,33 @@ class EmbeddingService:
             '/livebed.v1.EmbeddingService/LookupEmbeddings',
             service_dot_embedding__service__pb2.LookupEmbeddingsRequest.SerializeToString,
             service_dot_embedding__service__pb2.LookupEmbeddingsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SearchEmbeddings(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/livebed.v1.EmbeddingService/SearchEmbeddings',
+            service_dot_embedding__service__pb2.SearchEmbeddingsRequest.SerializeToString,
+            service_dot_embedding__service__pb2.SearchEmbeddingsResponse.FromString,
             options,
             channel_credentials,
             insecure,

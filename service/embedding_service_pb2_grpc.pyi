@@ -35,6 +35,8 @@ class EmbeddingServiceStub:
     def __new__(cls, channel: _aio.Channel) -> EmbeddingServiceAsyncStub: ...
     LookupEmbeddings: _grpc.UnaryUnaryMultiCallable[_embedding_service_pb2.LookupEmbeddingsRequest, _embedding_service_pb2.LookupEmbeddingsResponse]
     """The rows of ids of one table. An unknown id is not an error: its row is the table's default and its status says so."""
+    SearchEmbeddings: _grpc.UnaryUnaryMultiCallable[_embedding_service_pb2.SearchEmbeddingsRequest, _embedding_service_pb2.SearchEmbeddingsResponse]
+    """The rows of one table nearest to a vector or to an id's row. An id that has no row is NOT_FOUND (`unknown_id`)."""
     StreamLookup: _grpc.StreamStreamMultiCallable[_embedding_service_pb2.StreamLookupRequest, _embedding_service_pb2.StreamLookupResponse]
     """The same for a long-lived caller: an answer to each message, in order. A lookup that is refused does not end it."""
     WatchEmbeddings: _grpc.UnaryStreamMultiCallable[_embedding_service_pb2.WatchEmbeddingsRequest, _embedding_service_pb2.WatchEmbeddingsResponse]
@@ -47,6 +49,8 @@ class EmbeddingServiceAsyncStub(EmbeddingServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     LookupEmbeddings: _aio.UnaryUnaryMultiCallable[_embedding_service_pb2.LookupEmbeddingsRequest, _embedding_service_pb2.LookupEmbeddingsResponse]  # type: ignore[assignment]
     """The rows of ids of one table. An unknown id is not an error: its row is the table's default and its status says so."""
+    SearchEmbeddings: _aio.UnaryUnaryMultiCallable[_embedding_service_pb2.SearchEmbeddingsRequest, _embedding_service_pb2.SearchEmbeddingsResponse]  # type: ignore[assignment]
+    """The rows of one table nearest to a vector or to an id's row. An id that has no row is NOT_FOUND (`unknown_id`)."""
     StreamLookup: _aio.StreamStreamMultiCallable[_embedding_service_pb2.StreamLookupRequest, _embedding_service_pb2.StreamLookupResponse]  # type: ignore[assignment]
     """The same for a long-lived caller: an answer to each message, in order. A lookup that is refused does not end it."""
     WatchEmbeddings: _aio.UnaryStreamMultiCallable[_embedding_service_pb2.WatchEmbeddingsRequest, _embedding_service_pb2.WatchEmbeddingsResponse]  # type: ignore[assignment]
@@ -62,6 +66,14 @@ class EmbeddingServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_embedding_service_pb2.LookupEmbeddingsResponse, _abc.Awaitable[_embedding_service_pb2.LookupEmbeddingsResponse]]:
         """The rows of ids of one table. An unknown id is not an error: its row is the table's default and its status says so."""
+
+    @_abc_1.abstractmethod
+    def SearchEmbeddings(
+        self,
+        request: _embedding_service_pb2.SearchEmbeddingsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_embedding_service_pb2.SearchEmbeddingsResponse, _abc.Awaitable[_embedding_service_pb2.SearchEmbeddingsResponse]]:
+        """The rows of one table nearest to a vector or to an id's row. An id that has no row is NOT_FOUND (`unknown_id`)."""
 
     @_abc_1.abstractmethod
     def StreamLookup(

@@ -16,7 +16,7 @@ from trainer.entities import RecordLayout
 from trainer.errors import SchemaMismatch, SettingsError, StoreUnavailable, UnsupportedByEventEngine
 from trainer.events import Features, Inputs, derive, merge_context
 from trainer.hashing import MISSING_ID
-from trainer.live import LEARNED, Reader, StoreState
+from trainer.live import LEARNED, Reader, ShardView, StoreState
 from trainer.probe import EMPTY
 from trainer.publish import entity_section, missing_status, row_section
 from trainer.schema import Schema, Table
@@ -131,6 +131,20 @@ class LiveModel:
         status_N[status_N != LEARNED] = missing_status(table)
         vectors_ND = words_NW[:, : table.width].view(np.float32)  # the last word is the id's wide weight
         return Rows(table, np.ascontiguousarray(vectors_ND), status_N, stamp)
+
+    def shards(self, table: Table) -> tuple[Stamp, list[ShardView], int]:
+        """For kernels that read a table by slot: the version they will see, the files, and the section's place in them.
+
+        The files stay mapped, and readable, while they are referred to.
+        """
+        self._ready()
+        stamp, names = self._stamp(), [section.name for section in self._reader.layout.sections]
+        return stamp, self._reader.shards, names.index(row_section(table))
+
+    @property
+    def reader(self) -> Reader:
+        """The store's reader. Other threads may ask it for `state` and `shards`; `refresh` belongs to this one."""
+        return self._reader
 
     def capacity(self, table: Table) -> int:
         """Slots that a table has in the store, over all shards; it may have been resized since it was configured."""

@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from service import answers, catalogue, oip_openapi, operations
+from service import answers, catalogue, oip_openapi, operations, search_wire
 from service.errors import KINDS, PROBLEM_TYPE
 from service.live_feed import EVENT_STREAM_TYPE, LiveAnswer
 from service.packed_answers import MSGPACK_TYPE
@@ -57,6 +57,7 @@ def _paths() -> Json:
             )
         },
         "/v1/tables/{table}/embeddings:lookup": {"post": _lookup() | {"parameters": [table]}},
+        "/v1/tables/{table}/embeddings:search": {"post": _search(), "parameters": [table]},
         "/v1/tables/{table}/embeddings/{id}": {"get": inspect, "parameters": [table, _in_path("id")]},
         "/v1/model/versions": {"get": _operation("Kept checkpoints, and what is served", "VersionsAnswer")},
         "/v1/model": {"get": _operation("State of the live model", "ModelAnswer", errors=READING)},
@@ -163,6 +164,15 @@ def _live() -> Json:
     return operation
 
 
+def _search() -> Json:
+    return _operation(
+        "The rows nearest to a vector, or to the row of an id or key, which is left out",
+        "SearchAnswer",
+        body="SearchRequest",
+        errors=(*READING, "unknown_table", "unknown_id", "too_many", "refused", "not_acceptable"),
+    )
+
+
 def _readyz() -> Json:
     operation = _operation("This worker answers", "Readiness", errors=READING)
     operation["parameters"] = [
@@ -216,6 +226,8 @@ def _schemas(requests: Requests) -> Json:
         answers.ScoreAnswer,
         answers.RankAnswer,
         answers.LookupAnswer,
+        search_wire.Searches(requests).SearchRequest,
+        search_wire.SearchAnswer,
         answers.PublishAnswer,
         answers.Problem,
         catalogue.ModelAnswer,

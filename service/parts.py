@@ -12,6 +12,8 @@ from service.operations import Operations
 from service.proto_wire import Messages
 from service.quota import Quotas
 from service.request_log import RequestLog
+from service.search import Search
+from service.search_wire import Searches
 from service.wire import Requests
 from trainer.schema import Schema
 from trainer.settings import Limits, Settings
@@ -33,6 +35,8 @@ class Parts:
     admission: Admission
     quotas: Quotas
     request_log: RequestLog
+    search: Search
+    searches: Searches
     access: Access | None = None  # none: no tokens, whoever reaches a listener may call it
 
     @property

@@ -35,6 +35,7 @@ from service.openapi_access import with_tokens
 from service.operations import capacity_of
 from service.parts import Parts
 from service.scopes import http_scope
+from service.search_wire import search_json
 from service.unpack import is_packed, unpack
 from trainer import board
 from trainer.errors import LivebedError
@@ -130,6 +131,7 @@ class Face:
             ("/v1/score", "POST", self.score),
             ("/v1/rank", "POST", self.rank),
             ("/v1/tables/{table}/embeddings:lookup", "POST", self.lookup),
+            ("/v1/tables/{table}/embeddings:search", "POST", self.search),
             ("/v1/tables/{table}/embeddings/{id}", "GET", self.inspect),
             ("/v1/model", "GET", self.model),
             ("/v1/model/versions", "GET", self.versions),
@@ -210,6 +212,15 @@ class Face:
             return Response(packed_answers.lookup_msgpack(rows), media_type=kind)
         shape = {"x-embedding-dim": str(table.width), "x-embedding-count": str(len(rows.status_N))}
         return Response(packed_answers.lookup_bytes(rows), media_type=kind, headers=shape)
+
+    async def search(self, request: Request) -> Response:
+        """Nearest rows."""
+        accepted(request.headers.get("accept"), [answers.JSON_TYPE])
+        body = await self._body(request, JSON_TYPES, self.parts.admission.reads)
+        table = self.parts.model.table(request.path_params["table"])
+        query, known_ids = self.parts.searches.read(body)
+        matches = await self.parts.search.nearest(table, query, _exchange(request))
+        return _json(search_json(matches, known_ids))
 
     async def inspect(self, request: Request) -> Response:
         """One id of one table."""

@@ -10,7 +10,12 @@ import grpc.aio
 
 from service import embedding_service_pb2, event_service_pb2, scoring_service_pb2
 from service.admission import Lane
-from service.embedding_service_pb2 import LookupEmbeddingsRequest, LookupEmbeddingsResponse
+from service.embedding_service_pb2 import (
+    LookupEmbeddingsRequest,
+    LookupEmbeddingsResponse,
+    SearchEmbeddingsRequest,
+    SearchEmbeddingsResponse,
+)
 from service.embedding_service_pb2_grpc import EmbeddingServiceServicer
 from service.errors import ServiceError, as_service_error, rpc_status
 from service.event_service_pb2 import (
@@ -29,6 +34,7 @@ from service.proto_wire import lookup_response, publish_response, rank_response,
 from service.quota import client_key
 from service.scoring_service_pb2 import RankRequest, RankResponse, ScoreRequest, ScoreResponse
 from service.scoring_service_pb2_grpc import ScoringServiceServicer
+from service.search_wire import search_response
 from trainer.errors import LogError
 
 Reply = TypeVar("Reply")
@@ -162,7 +168,7 @@ class Scoring(Calls, ScoringServiceServicer):
 
 
 class Embeddings(Calls, EmbeddingServiceServicer):
-    """Looks rows up."""
+    """Looks rows up, and finds the nearest."""
 
     async def LookupEmbeddings(self, request: LookupEmbeddingsRequest, context: Context) -> LookupEmbeddingsResponse:
         """Rows of ids."""
@@ -183,6 +189,18 @@ class Embeddings(Calls, EmbeddingServiceServicer):
         exchange.stamp = rows.stamp
         exchange.num_items = len(rows.status_N)
         return lookup_response(rows)
+
+    async def SearchEmbeddings(self, request: SearchEmbeddingsRequest, context: Context) -> SearchEmbeddingsResponse:
+        """Nearest rows."""
+
+        async def make(exchange: Exchange) -> SearchEmbeddingsResponse:
+            table = self.parts.model.table(request.table)
+            query, known_ids = self.parts.searches.read_message(request)
+            matches = await self.parts.search.nearest(table, query, exchange)
+            return search_response(matches, known_ids)
+
+        reads = self.parts.admission.reads
+        return await self.answer(context, f"/{EMBEDDINGS}/SearchEmbeddings", make, size=request.ByteSize(), lane=reads)
 
 
 class Events(Calls, EventServiceServicer):

@@ -71,27 +71,25 @@ class Requests:
     def score(self, body: bytes, *, msgpack: bool = False) -> Candidates:
         """Candidates of a `/v1/score` body. Raises ServiceError, like everything here."""
         decoders = self._msgpack if msgpack else self._json
-        return self.candidates(_decoded(decoders.score.decode, body, decoders.name))
+        return self.candidates(decoded(decoders.score.decode, body, decoders.name))
 
     def rank(self, body: bytes, *, msgpack: bool = False) -> tuple[Candidates, int | None]:
         """Candidates of a `/v1/rank` body, and how many of the best are wanted (None: all)."""
         decoders = self._msgpack if msgpack else self._json
-        request = _decoded(decoders.rank.decode, body, decoders.name)
+        request = decoded(decoders.rank.decode, body, decoders.name)
         return self.candidates(request), self.top_k(request.top_k)
 
     def lookup(self, body: bytes, *, msgpack: bool = False) -> npt.NDArray[np.int64]:
         """Hashed ids of a lookup's body."""
         decoders = self._msgpack if msgpack else self._json
-        request = _decoded(decoders.lookup.decode, body, decoders.name)
+        request = decoded(decoders.lookup.decode, body, decoders.name)
         if len(request.ids) > self.limits.ids:
             raise too_many("ids", len(request.ids), self.limits.ids)
         return hash_values(request.ids)
 
     def convert(self, request: dict[str, Any]) -> Candidates:
         """Candidates of a score request that came as Python values (gRPC): the same checks, the same words."""
-        return self.candidates(
-            _decoded(lambda values: msgspec.convert(values, self.ScoreRequest), request, "a request")
-        )
+        return self.candidates(decoded(lambda values: msgspec.convert(values, self.ScoreRequest), request, "a request"))
 
     def candidates(self, request: Any) -> Candidates:
         """Columns of a decoded request."""
@@ -135,7 +133,8 @@ def most_given(inputs: Inputs) -> int:
     return int(given_B.max(initial=0))
 
 
-def _decoded(decode: Callable[[Any], Any], body: Any, form: str) -> Any:
+def decoded(decode: Callable[[Any], Any], body: Any, form: str) -> Any:
+    """What a decoder makes of a body. Raises ServiceError that says what is wrong where; `form`: what it should be."""
     try:
         return decode(body)
     except msgspec.ValidationError as error:

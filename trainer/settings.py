@@ -304,6 +304,14 @@ class QuotaSettings(Frozen):
     burst: int = Field(10_000, ge=1)  # what may be asked for at once after a pause
 
 
+class SearchSettings(Frozen):
+    """Nearest rows. Tables above `exact_rows` get a graph in each worker that is asked, from the first search on."""
+
+    enabled: bool = True
+    exact_rows: int = Field(100_000, ge=0)  # compared one by one, in about 10 ms; a graph takes 0.5 KiB a row or more
+    cpu_share: float = Field(0.2, gt=0, le=1)  # of a core, for each worker's graphs to be built and to follow
+
+
 class TlsSettings(Frozen):
     """Certificates of the listeners, in PEM; read again when the files change.
 
@@ -341,6 +349,7 @@ class ServingSettings(Frozen):
     # Where spans of requests go (OTLP over HTTP, extra `otel`); none: OTEL_EXPORTER_OTLP_ENDPOINT, or nowhere.
     otel_endpoint: Annotated[str, Field(pattern=r"^https?://")] | None = None
     slow_request_ms: float | None = Field(None, gt=0)  # requests that take longer are logged; none: none is
+    search: SearchSettings = SearchSettings()
 
     @property
     def admin_tls(self) -> TlsSettings | None:

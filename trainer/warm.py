@@ -7,7 +7,10 @@ import time
 
 from trainer.kernel import CACHE
 
-MODULES = ("hashing", "events", "live", "tables", "entities", "publish", "guard", "dedup", "engine_event", "scorer")
+MODULES = (
+    "hashing", "events", "live", "live_scan", "tables", "entities", "publish", "guard", "dedup", "engine_event",
+    "scorer",
+)  # fmt: skip
 
 
 def warm(name: str) -> float:
