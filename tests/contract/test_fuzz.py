@@ -36,7 +36,7 @@ from tests.unit.worlds import every_kind
 
 NUM_PARSED, NUM_POSTED, NUM_DAMAGED, NUM_MESSAGES = 95_000, 4_000, 300, 1_500  # together over 100,000
 SHARES = 5  # of the parsed ones, so that a test stays well within its time limit
-EXAMPLES = 40  # of each operation and mode, from schemathesis
+EXAMPLES = 25  # of each operation and mode, from schemathesis
 PROFILE = settings(
     max_examples=EXAMPLES, deadline=None, database=None, derandomize=True, phases=[Phase.generate],
     suppress_health_check=list(HealthCheck),
@@ -98,9 +98,11 @@ def test_damaged_http_is_refused_or_dropped_and_the_next_request_is_answered(sys
 
 
 def operations(document: dict[str, Any]) -> Iterator[Any]:
-    """Operations of a document, as schemathesis has them."""
+    """Operations of a document, as schemathesis has them; but for streams, whose answers have no end."""
     for result in schemathesis.openapi.from_dict(document).get_all_operations():
-        yield result.ok()
+        operation = result.ok()
+        if "text/event-stream" not in orjson.dumps(operation.definition.raw).decode():
+            yield operation
 
 
 def check_operation(operation: Any, base_url: str, mode: GenerationMode) -> None:
