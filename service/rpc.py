@@ -127,6 +127,13 @@ class Calls:
         exchange.finish()
         self.parts.quotas.charge(exchange.client, exchange.num_items)
 
+    async def refuse_message(self, context: Context) -> NoReturn:
+        """End a call whose message is none."""
+        exchange = Exchange(metadata(context, "x-request-id"))
+        error = ServiceError("malformed", "the request is no message of this method's type")
+        answer, _ = self.refused(error, exchange, context)
+        await abort(context, answer, exchange)
+
 
 async def abort(context: Context, error: ServiceError, exchange: Exchange) -> NoReturn:
     """End a call with an error and its details."""

@@ -1,6 +1,7 @@
 """The gRPC server of a worker: what it serves, how it listens, what it says of its health."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -16,8 +17,9 @@ from service.model_service_pb2_grpc import add_ModelServiceServicer_to_server
 from service.oip_rpc import OPEN_INFERENCE, OpenInference
 from service.open_inference_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
 from service.parts import Parts
-from service.rpc import EMBEDDINGS, EVENTS, SCORING, Events, Scoring, abort
+from service.rpc import EMBEDDINGS, EVENTS, SCORING, Calls, Events, Scoring, abort
 from service.rpc_access import AccessInterceptor
+from service.rpc_decoding import DecodingServer
 from service.rpc_model import MODELS, Models
 from service.rpc_streams import EmbeddingStreams
 from service.rpc_tls import server_credentials
@@ -52,11 +54,12 @@ class RpcServer:
                 ("grpc.keepalive_permit_without_calls", 1),
             ],
         )
-        add_EventServiceServicer_to_server(Events(parts), self._server)
-        add_EmbeddingServiceServicer_to_server(EmbeddingStreams(parts), self._server)
-        add_ScoringServiceServicer_to_server(Scoring(parts), self._server)
-        add_ModelServiceServicer_to_server(Models(parts), self._server)
-        add_GRPCInferenceServiceServicer_to_server(OpenInference(parts), self._server)
+        decoding: Any = DecodingServer(self._server, Calls(parts).refuse_message)
+        add_EventServiceServicer_to_server(Events(parts), decoding)
+        add_EmbeddingServiceServicer_to_server(EmbeddingStreams(parts), decoding)
+        add_ScoringServiceServicer_to_server(Scoring(parts), decoding)
+        add_ModelServiceServicer_to_server(Models(parts), decoding)
+        add_GRPCInferenceServiceServicer_to_server(OpenInference(parts), decoding)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = (EVENTS, EMBEDDINGS, SCORING, MODELS, OPEN_INFERENCE)
         health = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
