@@ -70,6 +70,7 @@ class _Shard:
         slots = np.flatnonzero(sequence_G != self._sequence_G)
         slots = slots[sequence_G[slots] & 1 == 0]  # a record that is being written counts the next time
         before, now = self._keys_G[slots], self._keys_now_G[slots]
+        was_written = self._sequence_G[slots] != 0  # else its key is nobody's, and no id 0
         self._sequence_G[slots], self._keys_G[slots] = sequence_G[slots], now
-        gone = (before != now) & (before != EMPTY) & (before != REMOVED)
+        gone = was_written & (before != now) & (before != EMPTY) & (before != REMOVED)
         return now[(now != EMPTY) & (now != REMOVED)], before[gone]

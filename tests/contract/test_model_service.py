@@ -121,6 +121,7 @@ def test_a_watch_names_the_ids_that_changed_and_those_that_went(operated: Runnin
     while not {one, new} <= seen:
         change = next(watch)
         seen |= set(change.changed.tolist())
+        assert change.removed.tolist() == []
     assert hash_values(["i1"])[0] not in seen
     operated.sdk.forget("item", "brand new")
     while new not in (change := next(watch)).removed:
