@@ -41,7 +41,7 @@ def run(kind: str, text: str, running: Running) -> str:
 
 
 def test_all_three_ways_to_use_it_are_shown() -> None:
-    assert [kind for kind, _ in TESTED] == ["sh", "sh", "sh", "python", "python", "sh", "python"]
+    assert [kind for kind, _ in TESTED] == ["sh", "sh", "sh", "python", "python", "sh", "sh", "python"]
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="the examples use curl")
@@ -63,10 +63,18 @@ def test_the_grpc_example_prints_what_it_found(running: Running) -> None:
     assert "(3, 16)" in run(*TESTED[4], running)
 
 
+def test_the_example_of_a_search_finds_what_is_known(running: Running) -> None:
+    event = """curl -s http://127.0.0.1:8080/v1/events -H 'content-type: application/json' \\
+      -d '[{"features": {"user_id": 1, "video_id": 3431182}, "label": 1},
+           {"features": {"user_id": 1, "video_id": 526117}, "label": 0}]'"""
+    assert json.loads(run("sh", event, running))["accepted"] == 2
+    wait_until(lambda: "526117" in run(*TESTED[5], running), timeout_s=20, why="both rows to be found")
+
+
 def test_the_examples_of_the_open_inference_protocol_score(running: Running) -> None:
-    answered = json.loads(run(*TESTED[5], running))
+    answered = json.loads(run(*TESTED[6], running))
     assert answered["outputs"][0]["shape"] == [2]
-    assert run(*TESTED[6], running).startswith("[")
+    assert run(*TESTED[7], running).startswith("[")
 
 
 def test_the_guided_tour_leads_to_six_files_that_exist() -> None:
