@@ -17,6 +17,9 @@ from trainer.loop import Trainer
 from trainer.settings import Settings
 
 
+KERNELS_S = 180.0  # where no kernel has been compiled yet, the first start does it
+
+
 def wait_until(condition: Callable[[], Any], *, within_s: float = 20.0) -> Any:
     """Poll until the condition holds, and return what it returned."""
     deadline_s = time.monotonic() + within_s
@@ -75,7 +78,7 @@ class RunningWorker:
 
     def __enter__(self) -> Self:
         self._thread.start()
-        assert self._started.wait(60)
+        assert self._started.wait(KERNELS_S)
         self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.http_port}", timeout=20)
         self.admin = httpx.Client(base_url=f"http://127.0.0.1:{self.admin_port}", timeout=20)
         self.grpc_target = f"127.0.0.1:{self.worker.grpc_port}"
@@ -83,7 +86,7 @@ class RunningWorker:
         return self
 
     def wait_ready(self) -> Self:
-        wait_until(lambda: self.http.get("/readyz").status_code == 200, within_s=60)
+        wait_until(lambda: self.http.get("/readyz").status_code == 200, within_s=KERNELS_S)
         return self
 
     def stop(self) -> None:
