@@ -236,17 +236,24 @@ def evaluate(
 @config_app.command("check")
 def config_check(config: Config = None, settings: Set = None, as_json: Json = False) -> None:
     """Say whether the configuration can be used, and if not, which field is wrong and what it wants."""
-    from trainer.schema import Schema
+    from trainer.schema import Schema, check_memory
 
     schema = Schema.from_settings(load(config, {}, settings))
+    warnings = []
+    try:
+        check_memory(schema, "tables")
+    except SettingsError as error:  # it may be for another machine
+        warnings.append(str(error))
     inputs = [one.name for one in schema.inputs]
     tables = {table.name: {"width": table.width, "capacity": table.capacity} for table in schema.tables}
     if as_json:
-        sys.stdout.write(json.dumps({"ok": True, "tables": tables, "inputs": inputs}) + "\n")
+        sys.stdout.write(json.dumps({"ok": True, "tables": tables, "inputs": inputs, "warnings": warnings}) + "\n")
         return
     for name, table in tables.items():
         sys.stdout.write(f"table {name}: {table['capacity']:,} rows of {table['width']} floats\n")
     sys.stdout.write(f"inputs: {', '.join(inputs)}\nthe configuration is good\n")
+    for warning in warnings:
+        sys.stderr.write(f"livebed: this machine is too small for it: {warning}\n")
 
 
 @config_app.command("print")

@@ -357,6 +357,13 @@ class ServingSettings(Frozen):
         return None if is_loopback(self.admin_host) else self.tls
 
     @model_validator(mode="after")
+    def _ports_of_their_own(self) -> Self:
+        ports = [port for port in (self.http_port, self.admin_port, self.grpc_port) if port]
+        if len(set(ports)) < len(ports):
+            raise ValueError(f"http_port, admin_port and grpc_port must differ, got {', '.join(map(str, ports))}")
+        return self
+
+    @model_validator(mode="after")
     def _closed_unless_told(self) -> Self:
         if self.tokens_file is not None and self.insecure_no_auth:
             raise ValueError("tokens_file and insecure_no_auth contradict each other: give one of them")

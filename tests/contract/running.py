@@ -16,7 +16,6 @@ from service.client import Client
 from trainer.loop import Trainer
 from trainer.settings import Settings
 
-
 KERNELS_S = 180.0  # where no kernel has been compiled yet, the first start does it
 
 

@@ -115,6 +115,12 @@ def test_a_report_that_is_no_page_is_refused_before_the_work() -> None:
     assert ".html" in said
 
 
+def test_a_configuration_that_this_machine_is_too_small_for_is_good_and_says_so() -> None:
+    checked = as_json("config", "check", *CONFIG, "--set", "tables.user.capacity=2000000000")
+    assert "memory that is available" in checked["warnings"][0]
+    assert as_json("config", "check", *CONFIG)["warnings"] == []
+
+
 def test_wrong_use_exits_with_2() -> None:
     livebed("demo", "--all", "--seconds", "3", wanted=2)
     livebed("no-such-command", wanted=2)

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from trainer.errors import SettingsError
-from trainer.settings import RowOptimizer, Settings
+from trainer.settings import RowOptimizer, ServingSettings, Settings
 
 MINIMAL = """
 tables: {user: {width: 8}}
@@ -112,3 +112,9 @@ def test_only_adagrad_decays(kind: str) -> None:
     with pytest.raises(ValueError, match=f"{kind} has none that may decay"):
         RowOptimizer.model_validate({"kind": kind, "decay": 0.5})
     assert RowOptimizer.model_validate({"kind": "adagrad", "decay": 0.5}).decay == 0.5
+
+
+def test_two_listeners_cannot_share_a_port() -> None:
+    with pytest.raises(ValueError, match="must differ, got 9000, 8081, 9000"):
+        ServingSettings.model_validate({"http_port": 9000, "grpc_port": 9000})
+    assert ServingSettings.model_validate({"http_port": 0, "admin_port": 0, "grpc_port": 0}).http_port == 0
