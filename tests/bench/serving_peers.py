@@ -9,7 +9,7 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,10 @@ import yaml
 from tests.bench import frozen_world as world
 from tests.bench.feed import feeding, read_entries
 from tests.bench.harness import goal
-from tests.bench.load import Load, percentiles_ms
+from tests.bench.load import WARM_UP_S, Load, percentiles_ms
 from tests.bench.peer_servers.running import PEERS, ask, serving
 from tests.stack import Stack
+from tests.system.running import descendants
 from trainer.stream import EventLog
 
 SIZES = (1, 100, 1000)  # candidates of a request
@@ -48,10 +49,29 @@ class Bodies:
         return Load(port, path, self.files[size], **more)
 
 
-def measure(bodies: Bodies, port: int, path: str, size: int, seconds: float) -> dict[str, Any]:
-    """Both closed loops and the open one."""
+def cpu_s(pids: Iterable[int]) -> float:
+    """User and system time that these processes have taken."""
+    ticks = 0
+    for pid in pids:
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+        ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def answering(stack: Stack) -> set[int]:
+    """Livebed's workers: what the trainer and the broker take is the price of learning, not of an answer."""
+    commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in descendants(stack.pid)}
+    return {pid for pid, command in commands.items() if b"service\0--worker" in command}
+
+
+def measure(
+    bodies: Bodies, port: int, path: str, size: int, *, seconds: float, pids: Collection[int]
+) -> dict[str, Any]:
+    """Both closed loops and the open one; and the processor's time for a request, which neighbours disturb least."""
     one = bodies.load(port, path, size, seconds=seconds).summary()
+    before = cpu_s(pids)
     many = bodies.load(port, path, size, seconds=seconds, connections=MANY).summary()
+    many["cpu_us"] = round(1e6 * (cpu_s(pids) - before) / (many["requests_per_s"] * (seconds + WARM_UP_S)))
     throughput = max(one["requests_per_s"], many["requests_per_s"])
     rate = max(1.0, throughput / 2)
     steady = bodies.load(port, path, size, seconds=seconds, connections=OPEN_CONNECTIONS, rate=rate).summary()
@@ -89,12 +109,15 @@ def capacity(stack: Stack, url: str, file: Path) -> float:
 def livebed(stack: Stack, bodies: Bodies, file: Path, seconds: float) -> dict[str, Any]:
     """Everything that is asked of Livebed, with training on at half load."""
     url = f"unix://{stack.settings.run_path / 'valkey.sock'}"
-    quiet = measure(bodies, stack.http_port, "/v1/score", 100, seconds)
+    pids = answering(stack)
+    quiet = measure(bodies, stack.http_port, "/v1/score", 100, seconds=seconds, pids=pids)
     most = capacity(stack, url, file)
     with feeding(url, stack.settings.stream.key, file, most / 2):
         time.sleep(1.0)
         before, begun = step(stack), time.perf_counter()
-        sizes = {str(size): measure(bodies, stack.http_port, "/v1/score", size, seconds) for size in SIZES}
+        sizes = {
+            str(size): measure(bodies, stack.http_port, "/v1/score", size, seconds=seconds, pids=pids) for size in SIZES
+        }
         learned_per_s = (step(stack) - before) / (time.perf_counter() - begun)
         operators = operations(stack, bodies, sizes["100"]["requests_per_s"] / 2, seconds)
     return {
@@ -203,12 +226,15 @@ def run(seconds: float) -> dict[str, Any]:
             if (missing := peer.missing()) is not None:
                 results["skipped"][peer.name] = missing
                 continue
-            with serving(peer, directory, bodies.of[1][0]) as port:
+            with serving(peer, directory, bodies.of[1][0]) as (port, pid):
                 theirs = [ask(port, peer.path, body) for body in compared]
                 far = float(np.abs(np.array(theirs) - np.array(ours)).max())
                 if far > TOLERANCE:
                     raise RuntimeError(f"{peer.name} scores otherwise: {far:g} apart, at most {TOLERANCE:g}")
-                sizes = {str(size): measure(bodies, port, peer.path, size, seconds) for size in SIZES}
+                pids = {pid} | descendants(pid)
+                sizes = {
+                    str(size): measure(bodies, port, peer.path, size, seconds=seconds, pids=pids) for size in SIZES
+                }
                 results["peers"][peer.name] = {"sizes": sizes, "farthest_score": far}
     return results
 

@@ -45,8 +45,8 @@ PEERS = (
 
 
 @contextmanager
-def serving(peer: Peer, directory: Path, question: bytes) -> Iterator[int]:
-    """The peer's port, once it has answered the question. Raises RuntimeError, with what it said, if it does not."""
+def serving(peer: Peer, directory: Path, question: bytes) -> Iterator[tuple[int, int]]:
+    """The peer's port and process, once it has answered. Raises RuntimeError, with what it said, if it does not."""
     port = free_port()
     command = [sys.executable, "-m", peer.module, str(directory), str(port)]
     said = directory / f"{peer.name}.txt"
@@ -58,7 +58,7 @@ def serving(peer: Peer, directory: Path, question: bytes) -> Iterator[int]:
             if process.poll() is not None or time.monotonic() > end:
                 raise RuntimeError(f"{peer.name} did not come up: {said.read_text()[-2000:]}")
             time.sleep(0.2)
-        yield port
+        yield port, process.pid
     finally:
         _end(process)
 
