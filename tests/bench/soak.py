@@ -4,7 +4,8 @@
 
 Events at half of what the trainer can take, scores of 100 candidates at half of what the service answers beside that,
 and lookups of 100 ids. Every second the resident memory and open descriptors of each process are noted; the slope is
-Theil and Sen's (the median of the slopes between all pairs: single jumps do not move it) after a warm-up.
+Theil and Sen's (the median of the slopes between all pairs: single jumps do not move it) after a warm-up. The broker
+keeps the log from the oldest kept checkpoint on, so that its memory is flat only after some minutes.
 """
 
 import json
