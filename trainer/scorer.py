@@ -16,8 +16,10 @@ from trainer.dense import DenseLayout
 from trainer.engine_event import plain
 from trainer.event_kernels import pair_index
 from trainer.events import Features
-from trainer.forward import Net, build_net, net_logit, sigmoid
+from trainer.forward import Net, build_net, sigmoid
+from trainer.forward_lanes import add_net_logits, lane_activations
 from trainer.kernel import kernel_hot
+from trainer.lanes import LANES
 from trainer.live import Layout, Reader, Section, Writer
 from trainer.schema import Schema
 from trainer.settings import ModelSettings, Settings
@@ -131,21 +133,26 @@ def score_rows(
     floats_BM: Float32s,
     float_x_M: Int64s,
     wide_B: Float32s,
-    act: Float32s,
+    act_AL: Float32s,
     logits_B: Float32s,
     probabilities_B: Float32s,
 ) -> None:
-    """The net, row by row: the same bits for a row alone and in any company."""
-    n = x_Bn.shape[1]
-    offset = dense[dense.shape[0] - 1]
-    for b in range(x_Bn.shape[0]):
-        for k in range(n):
-            act[k] = x_Bn[b, k]
-        for m in range(float_x_M.shape[0]):
-            act[float_x_M[m]] = floats_BM[b, m]
-        logit = offset + wide_B[b] + net_logit(net, dense, act)
-        logits_B[b] = logit
-        probabilities_B[b] = sigmoid(logit)
+    """The net, LANES rows at a time: the same bits for a row alone and in any company."""
+    offset, logit = dense[dense.shape[0] - 1], net.act_size
+    for start in range(0, x_Bn.shape[0], LANES):
+        num = min(LANES, x_Bn.shape[0] - start)  # the lanes past them hold what they held before
+        for lane in range(num):
+            b = start + lane
+            for k in range(x_Bn.shape[1]):
+                act_AL[k, lane] = x_Bn[b, k]
+            for m in range(float_x_M.shape[0]):
+                act_AL[float_x_M[m], lane] = floats_BM[b, m]
+            act_AL[logit, lane] = offset + wide_B[b]
+        add_net_logits(net, dense, act_AL)
+        for lane in range(LANES):  # all of them: of fewer, the compiler would do some as a vector and the rest one by one
+            act_AL[logit + 1, lane] = sigmoid(act_AL[logit, lane])
+        for lane in range(num):
+            logits_B[start + lane], probabilities_B[start + lane] = act_AL[logit, lane], act_AL[logit + 1, lane]
 
 
 class Scorer:
@@ -158,7 +165,7 @@ class Scorer:
     def __init__(self, schema: Schema, model: ModelSettings, reader: Reader) -> None:
         self._reader = reader
         self._net = build_net(schema, model)
-        self._act = np.zeros(self._net.act_size, np.float32)
+        self._act_AL = lane_activations(self._net)
         self._features_F6 = np.stack(
             [
                 schema.feature_column_F,
@@ -186,7 +193,7 @@ class Scorer:
             self._add_pairs(ids_BC, wide_B)
         logits_B, probabilities_B = np.empty(B, np.float32), np.empty(B, np.float32)
         floats_BM = plain(features.floats_BM)
-        score_rows(self._net, dense, x_Bn, floats_BM, self._float_x_M, wide_B, self._act, logits_B, probabilities_B)
+        score_rows(self._net, dense, x_Bn, floats_BM, self._float_x_M, wide_B, self._act_AL, logits_B, probabilities_B)
         return Scored(probabilities_B, logits_B, status_BC, version)
 
     def _gather(self, ids_BC: Int64s, lengths_BF: Int32s, x_Bn: Float32s, wide_B: Float32s, status_BC: UInt8s) -> None:
