@@ -27,7 +27,6 @@ class TorchScorer(Scorer):
 
     def score(self, features: Features) -> Scored:
         """Probabilities of B rows, whose entity state has been filled in. Creates and learns nothing."""
-        version = self._reader.state().version
         offset = self._load_dense()
         ids_BC, lengths_BF = plain(features.ids_BC), plain(features.lengths_BF)
         B = len(ids_BC)
@@ -39,7 +38,7 @@ class TorchScorer(Scorer):
         x_Bn[:, self._float_x_M] = features.floats_BM
         logits_B = self._torch_net.logits(x_Bn, wide_B) if B else wide_B
         probabilities_B = (1 / (1 + np.exp(-logits_B.astype(np.float64)))).astype(np.float32)
-        return Scored(probabilities_B, logits_B, status_BC, version)
+        return Scored(probabilities_B, logits_B, status_BC)
 
     def _load_dense(self) -> np.float32:
         """Take over newer dense weights, if there are any; returns the offset, which is the last of them."""

@@ -37,7 +37,15 @@ def add_net_logits(net: Net, params: Float32s, act_AL: Float32s) -> None:
 
 @kernel_inner
 def _weigh(
-    params: Float32s, at: int, unit: int, step: int, num_units: int, num: int, act_AL: Float32s, x: int, out: int
+    params: Float32s,
+    at: int,
+    unit: int,
+    step: int,
+    num_units: int,
+    num: int,
+    act_AL: Float32s,
+    x: int,
+    out: int,
 ) -> None:
     """act[out + j] = sum over k of params[at + j * unit + k * step] * act[x + k]."""
     weights, act = address_of(params) + 4 * at, address_of(act_AL)
@@ -63,23 +71,23 @@ def _add_head(net: Net, params: Float32s, at: int, num: int, act_AL: Float32s, x
 def _mlp(net: Net, params: Float32s, act_AL: Float32s) -> None:
     num_layers = net.weight.shape[0]
     for i in range(num_layers):
-        n, width, out = net.size[i], net.size[i + 1], net.act[i + 1]
-        _weigh(params, net.weight[i], n, 1, width, n, act_AL, net.act[i], out)
+        n, width, out = int(net.size[i]), int(net.size[i + 1]), int(net.act[i + 1])
+        _weigh(params, int(net.weight[i]), n, 1, width, n, act_AL, int(net.act[i]), out)
         for j in range(width):
             bias = params[net.bias[i] + j]
             for lane in range(LANES):
                 act_AL[out + j, lane] = max(act_AL[out + j, lane] + bias, ZERO)
-    _add_head(net, params, net.head, net.size[num_layers], act_AL, net.act[num_layers])
+    _add_head(net, params, net.head, int(net.size[num_layers]), act_AL, int(net.act[num_layers]))
 
 
 @kernel_inner
 def _cross(net: Net, params: Float32s, act_AL: Float32s) -> None:
-    n, L, R = net.size[0], net.cross.shape[0], net.rank
+    n, L, R = int(net.size[0]), net.cross.shape[0], net.rank
     for layer in range(L):
         xl, after, y = layer * n, (layer + 1) * n, (L + 1 + layer) * n
         v = (2 * L + 1) * n + layer * R
-        _weigh(params, net.cross[layer, 0], n, 1, R, n, act_AL, xl, v)
-        _weigh(params, net.cross[layer, 1], 1, n, n, R, act_AL, v, y)
+        _weigh(params, int(net.cross[layer, 0]), n, 1, R, n, act_AL, xl, v)
+        _weigh(params, int(net.cross[layer, 1]), 1, n, n, R, act_AL, v, y)
         for k in range(n):
             bias = params[net.cross[layer, 2] + k]
             for lane in range(LANES):

@@ -6,6 +6,7 @@ on its neighbours nor on its place.
 
 Addresses are plain integers in bytes, as in `live_atomics`.
 """
+# ruff: noqa: PLR0917 -- kernels take addresses and numbers one by one: numba unpacks no objects.
 
 from collections.abc import Callable
 from typing import Any, cast

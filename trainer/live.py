@@ -15,7 +15,6 @@ import tempfile
 
 import numpy as np
 
-from trainer import live_kernels as kernels
 from trainer.errors import SchemaMismatch, StoreUnavailable
 from trainer.live_kernels import DEFAULT, LEARNED, UNKNOWN, read_record
 from trainer.live_layout import Layout, Section
@@ -63,5 +62,3 @@ def warm() -> None:
             reader.dense()
             reader.state()
             reader.peek("warm", 1)
-    for same in (ids, frozen_ids):
-        kernels.shards_of(same, 2, np.empty(2, np.int64))

@@ -170,39 +170,41 @@ def prefetch_record(base: int, place: Place, slot: int) -> None:
 
 
 @kernel
-def gather_records(u32: Uint32s, descriptor_7: Int64s, ids_N: Int64s, out_u32: Uint32s, status_N: Uint8s) -> None:
+def base_of(bases: int, num_shards: int, id_: int) -> int:
+    """Address of the memory of an id's shard; the shards' addresses lie at `bases`."""
+    return load_i64(bases) if num_shards == 1 else load_i64(bases + 8 * int(shard_of(id_, num_shards)))
+
+
+@kernel
+def gather_records(bases_S: Int64s, descriptor_7: Int64s, ids_N: Int64s, out_u32: Uint32s, status_N: Uint8s) -> None:
     """`read_record` of many ids, WORDS apart in `out_u32`, as a pipeline that overlaps `_AHEAD` ids' cache misses.
 
     1. ask for the tags of an id far ahead   2. find the slot of one ahead, ask for its record   3. copy a row
+    `bases_S`: addresses of the shards' memory.
     """
-    base, place, out, num = address_of(u32), unpack(descriptor_7), address_of(out_u32), ids_N.shape[0]
+    bases, shards, num = address_of(bases_S), bases_S.shape[0], ids_N.shape[0]
+    place, out = unpack(descriptor_7), address_of(out_u32)
     row_bytes = 4 * place[WORDS]
     for i in range(min(_AHEAD, num)):
-        prefetch_tags(base, place, ids_N[i])
+        prefetch_tags(base_of(bases, shards, ids_N[i]), place, ids_N[i])
     for i in range(num + _AHEAD):
         if i + _AHEAD < num:
-            prefetch_tags(base, place, ids_N[i + _AHEAD])  # 1
+            prefetch_tags(base_of(bases, shards, ids_N[i + _AHEAD]), place, ids_N[i + _AHEAD])  # 1
         if i < num:
+            base = base_of(bases, shards, ids_N[i])
             hits = candidates(base, place, ids_N[i])  # 2
             slot = candidate_slot(place, ids_N[i], hits) if hits != 0 else -1
             store_u32(out + i * row_bytes, slot)  # kept where the row will be
             prefetch_record(base, place, max(slot, 0))
         if i >= _AHEAD:
             n = i - _AHEAD
-            target = out + n * row_bytes
+            base, target = base_of(bases, shards, ids_N[n]), out + n * row_bytes
             slot, outcome = load_u32(target), _OTHER
             if slot != _NO_SLOT:
                 outcome = try_copy(base, place, slot, ids_N[n], ROW, place[WORDS], target)  # 3
             if outcome != LEARNED:
                 outcome = read_part(base, place, ids_N[n], ROW, place[WORDS], target)
             status_N[n] = outcome
-
-
-@kernel
-def shards_of(ids_N: Int64s, num_shards: int, out_N: Int64s) -> None:
-    """`shard_of` of many ids."""
-    for i in range(ids_N.shape[0]):
-        out_N[i] = shard_of(ids_N[i], num_shards)
 
 
 @kernel

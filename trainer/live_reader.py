@@ -55,6 +55,10 @@ class _Attached:
         self.layout, self.views = layout, views
         first = views[0]
         self.sections = {section.name: first.descriptors_S7[s] for s, section in enumerate(layout.sections)}
+        kinds = [section.kind for section in layout.sections]
+        self.rows_T7 = first.descriptors_S7[[s for s, kind in enumerate(kinds) if kind == "rows"]]
+        self.rows_T7.setflags(write=False)  # as all descriptors are: numba would compile for others apart
+        self.bases_S = np.array([view.u32.ctypes.data for view in views], np.int64)
         self.superseded = [view.i64[at.SUPERSEDED_AT : at.SUPERSEDED_AT + 1] for view in views]
         self.writer_pid = int(first.i64[at.PID_AT])
         self.lift = 0  # added to the generation, see Reader._adopt
@@ -177,19 +181,15 @@ class Reader:
         num, words = len(ids_N), int(descriptor_7[kernels.WORDS])
         check_array("ids_N", ids_N, np.int64, (num,))
         rows, status_N = np.empty(num * words, np.uint32), np.empty(num, np.uint8)
-        rows_NW = rows.reshape(num, words)
-        if len(attached.views) == 1:
-            view = attached.views[0]
-            kernels.gather_records(view.u32, descriptor_7, ids_N, rows, status_N)
-            return rows_NW, status_N
-        shard_N = np.empty(num, np.int64)
-        kernels.shards_of(ids_N, len(attached.views), shard_N)
-        for shard, view in enumerate(attached.views):
-            mine = np.flatnonzero(shard_N == shard)
-            part, part_N = np.empty(len(mine) * words, np.uint32), np.empty(len(mine), np.uint8)
-            kernels.gather_records(view.u32, descriptor_7, ids_N[mine], part, part_N)
-            rows_NW[mine], status_N[mine] = part.reshape(-1, words), part_N
-        return rows_NW, status_N
+        kernels.gather_records(attached.bases_S, descriptor_7, ids_N, rows, status_N)
+        return rows.reshape(num, words), status_N
+
+    def row_places(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """For kernels that gather from several sections: addresses of the shards' memory, and the descriptors (T, 7) of
+        the sections of rows, in order. Valid until the next `refresh`.
+        """
+        attached = self._now()
+        return attached.bases_S, attached.rows_T7
 
     def dense(self) -> tuple[npt.NDArray[np.float32], int]:
         """The dense weights (P) of one publish, read-only, and its number (0: none yet); copied on change."""

@@ -2,7 +2,8 @@
 
 Needs numpy and numba only. An id that the store does not know reads as zeros, as one without a slot does in training.
 
-Legend: B rows (candidates), C id columns, F id features, M float columns, T tables, N ids to look up, n network input.
+Legend: B rows (candidates), C id columns, F id features, M float columns, T tables, N ids to look up, S shards,
+n network input, L lanes (rows that the net is evaluated for at once).
 """
 # ruff: noqa: PLR0917 -- kernels take arrays one by one: numba unpacks no objects.
 
@@ -21,6 +22,7 @@ from trainer.forward_lanes import add_net_logits, lane_activations
 from trainer.kernel import kernel_hot
 from trainer.lanes import LANES
 from trainer.live import Layout, Reader, Section, Writer
+from trainer.live_kernels import WORDS, gather_records
 from trainer.schema import Schema
 from trainer.settings import ModelSettings, Settings
 
@@ -28,21 +30,18 @@ Float32s = npt.NDArray[np.float32]
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
 UInt8s = npt.NDArray[np.uint8]
+UInt32s = npt.NDArray[np.uint32]
 
 COLUMN, LENGTH, MEAN, WIDTH, X, TABLE = range(6)  # columns of `features_F6`
 
 
 @dataclass(frozen=True)
 class Scored:
-    """Answers for B rows. `version` is one that all of it is at least as new as.
-
-    status_BC: per id column 1 learned, 0 unknown (and beyond a list's length).
-    """
+    """Answers for B rows. status_BC: per id column 1 learned, 0 unknown (and beyond a list's length)."""
 
     probabilities_B: Float32s
     logits_B: Float32s
     status_BC: UInt8s
-    version: int
 
 
 @kernel_hot
@@ -53,38 +52,37 @@ def length_in(lengths_BF: Int32s, b: int, features_F6: Int64s, f: int) -> np.int
 
 @kernel_hot
 def list_ids(
-    ids_BC: Int64s, lengths_BF: Int32s, features_F6: Int64s, start_T: Int64s, ids_N: Int64s, place_BC: Int64s
-) -> None:
-    """Write the ids to look up, table by table, and where among its table's ids each column's comes to lie.
+    table: int, ids_BC: Int64s, lengths_BF: Int32s, features_F6: Int64s, ids_N: Int64s, place_BC: Int64s
+) -> int:
+    """Write one table's ids to look up, and where among them each column's comes to lie; returns their number.
 
-    start_T has T + 1 items. An id that the row above has in the same column, as all candidates of one user have the
-    user's, is looked up once: it saves the time, and they all see the same row.
+    An id that the row above has in the same column, as all candidates of one user have the user's, is looked up once:
+    it saves the time, and they all see the same row.
     """
     num = 0
-    for t in range(start_T.shape[0] - 1):
-        start_T[t] = num
-        for f in range(features_F6.shape[0]):
-            if features_F6[f, TABLE] != t:
-                continue
-            first, above = features_F6[f, COLUMN], np.int64(0)
-            for b in range(ids_BC.shape[0]):
-                length = length_in(lengths_BF, b, features_F6, f)
-                for k in range(length):
-                    c = first + k
-                    if k < above and ids_BC[b, c] == ids_BC[b - 1, c]:
-                        place_BC[b, c] = place_BC[b - 1, c]
-                        continue
-                    place_BC[b, c] = num - start_T[t]
-                    ids_N[num] = ids_BC[b, c]
-                    num += 1
-                above = length
-    start_T[start_T.shape[0] - 1] = num
+    for f in range(features_F6.shape[0]):
+        if features_F6[f, TABLE] != table:
+            continue
+        first, above = features_F6[f, COLUMN], np.int64(0)
+        for b in range(ids_BC.shape[0]):
+            length = length_in(lengths_BF, b, features_F6, f)
+            for k in range(length):
+                c = first + k
+                if k < above and ids_BC[b, c] == ids_BC[b - 1, c]:
+                    place_BC[b, c] = place_BC[b - 1, c]
+                    continue
+                place_BC[b, c] = num
+                ids_N[num] = ids_BC[b, c]
+                num += 1
+            above = length
+    return num
 
 
 @kernel_hot
 def pool_rows(
     table: int,
-    rows_NW: Float32s,
+    rows: Float32s,
+    row_words: int,
     status_N: UInt8s,
     place_BC: Int64s,
     lengths_BF: Int32s,
@@ -93,7 +91,7 @@ def pool_rows(
     wide_B: Float32s,
     status_BC: UInt8s,
 ) -> None:
-    """Add one table's rows (vector, then wide weight) to x and the wide sum."""
+    """Add one table's rows (vector, then wide weight; end to end) to x and the wide sum."""
     for f in range(features_F6.shape[0]):
         if features_F6[f, TABLE] != table:
             continue
@@ -105,11 +103,36 @@ def pool_rows(
                 scale /= np.float32(length)
             pooled = x_Bn[b, at : at + width]
             for c in range(first, first + length):
-                row = rows_NW[place_BC[b, c]]
-                status_BC[b, c] = status_N[place_BC[b, c]]
+                place = place_BC[b, c]
+                row = rows[place * row_words : (place + 1) * row_words]
+                status_BC[b, c] = status_N[place]
                 for k in range(width):
                     pooled[k] += scale * row[k]
                 wide_B[b] += row[width]
+
+
+@kernel_hot
+def gather_rows(
+    bases_S: Int64s,
+    rows_T7: Int64s,
+    ids_BC: Int64s,
+    lengths_BF: Int32s,
+    features_F6: Int64s,
+    ids_N: Int64s,
+    place_BC: Int64s,
+    rows_u32: UInt32s,
+    rows_f32: Float32s,
+    status_N: UInt8s,
+    x_Bn: Float32s,
+    wide_B: Float32s,
+    status_BC: UInt8s,
+) -> None:
+    """Rows of all tables into x, the wide sum and the statuses; `rows_u32` and `rows_f32` are the same memory."""
+    for table in range(rows_T7.shape[0]):
+        num = list_ids(table, ids_BC, lengths_BF, features_F6, ids_N, place_BC)
+        gather_records(bases_S, rows_T7[table], ids_N[:num], rows_u32, status_N)
+        words = rows_T7[table, WORDS]
+        pool_rows(table, rows_f32, words, status_N, place_BC, lengths_BF, features_F6, x_Bn, wide_B, status_BC)
 
 
 @kernel_hot
@@ -149,7 +172,8 @@ def score_rows(
                 act_AL[float_x_M[m], lane] = floats_BM[b, m]
             act_AL[logit, lane] = offset + wide_B[b]
         add_net_logits(net, dense, act_AL)
-        for lane in range(LANES):  # all of them: of fewer, the compiler would do some as a vector and the rest one by one
+        # All of them: of fewer, the compiler would do some as a vector and the rest one by one, with other bits.
+        for lane in range(LANES):
             act_AL[logit + 1, lane] = sigmoid(act_AL[logit, lane])
         for lane in range(num):
             logits_B[start + lane], probabilities_B[start + lane] = act_AL[logit, lane], act_AL[logit + 1, lane]
@@ -177,12 +201,13 @@ class Scorer:
             ],
             axis=1,
         )
-        self._start_T = np.zeros(len(schema.tables) + 1, np.int64)
+        num_columns_T = np.bincount(schema.column_table_C, minlength=len(schema.tables)).tolist()
+        # What one candidate's rows of a table take at most: words of the scratch that the tables share.
+        self._row_words = max((num_columns_T[table.index] * (table.width + 1) for table in schema.tables), default=0)
         self._float_x_M, self._pairs_P2, self._x_width = schema.float_x_M, schema.pairs_P2, schema.x_width
 
     def score(self, features: Features) -> Scored:
         """Probabilities of B rows, whose entity state has been filled in. Creates and learns nothing."""
-        version = self._reader.state().version
         dense, _ = self._reader.dense()
         ids_BC, lengths_BF = plain(features.ids_BC), plain(features.lengths_BF)
         B = len(ids_BC)
@@ -194,18 +219,17 @@ class Scorer:
         logits_B, probabilities_B = np.empty(B, np.float32), np.empty(B, np.float32)
         floats_BM = plain(features.floats_BM)
         score_rows(self._net, dense, x_Bn, floats_BM, self._float_x_M, wide_B, self._act_AL, logits_B, probabilities_B)
-        return Scored(probabilities_B, logits_B, status_BC, version)
+        return Scored(probabilities_B, logits_B, status_BC)
 
     def _gather(self, ids_BC: Int64s, lengths_BF: Int32s, x_Bn: Float32s, wide_B: Float32s, status_BC: UInt8s) -> None:
         """Rows of all tables into x, the wide sum and the statuses."""
+        bases_S, rows_T7 = self._reader.row_places()
         ids_N, place_BC = np.empty(ids_BC.size, np.int64), np.empty(ids_BC.shape, np.int64)
-        list_ids(ids_BC, lengths_BF, self._features_F6, self._start_T, ids_N, place_BC)
-        starts = self._start_T.tolist()
-        sections = [section for section in self._reader.layout.sections if section.kind == "rows"]  # in order of table
-        for t, section in enumerate(sections):
-            words_NW, status_N = self._reader.gather(section.name, ids_N[starts[t] : starts[t + 1]])
-            rows_NW = words_NW.view(np.float32)
-            pool_rows(t, rows_NW, status_N, place_BC, lengths_BF, self._features_F6, x_Bn, wide_B, status_BC)
+        rows, status_N = np.empty(len(ids_BC) * self._row_words, np.uint32), np.empty(ids_BC.size, np.uint8)
+        gather_rows(
+            bases_S, rows_T7, ids_BC, lengths_BF, self._features_F6, ids_N, place_BC, rows, rows.view(np.float32),
+            status_N, x_Bn, wide_B, status_BC,
+        )  # fmt: skip
 
     def _add_pairs(self, ids_BC: Int64s, wide_B: Float32s) -> None:
         layout = self._reader.layout

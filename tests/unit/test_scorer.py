@@ -49,7 +49,6 @@ def test_scores_are_what_the_engine_predicts(served: Served) -> None:
     predicted = served.engine.predict(served.slots, served.log)
     assert np.abs(scored.logits_B - predicted).max() < 1e-5
     assert scored.probabilities_B == pytest.approx(1 / (1 + np.exp(-predicted.astype(np.float64))), abs=1e-6)
-    assert scored.version == served.writer.version
 
 
 def test_a_row_scores_the_same_bits_alone_and_in_company(served: Served) -> None:
@@ -71,7 +70,6 @@ def test_what_is_learned_shows_after_the_next_publish(served: Served) -> None:
         assignment, EntityChanges(NOTHING, NOTHING), served.engine.touched_pairs, step=2, watermark_us=2
     )
     after = served.scorer.score(served.log)
-    assert after.version > before.version
     assert np.abs(after.logits_B - served.engine.predict(served.slots, served.log)).max() < 1e-5
 
 
