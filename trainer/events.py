@@ -8,6 +8,7 @@ features, for training and serving alike. Suffixes as in `schema.py`; B events (
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -34,8 +35,7 @@ class Rejection:
     detail: str
 
 
-@dataclass(frozen=True)
-class InputColumn:
+class InputColumn(NamedTuple):
     """One input of B events; values only for those that give it, end to end.
 
     `given_B` bool, or None when all give it; `ids` for ids (int64, hashed) with `lengths` (int32, one for each event

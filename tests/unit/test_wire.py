@@ -6,6 +6,8 @@ import msgspec
 import numpy as np
 import orjson
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from service.answers import safe_integer
 from service.client import _score_request
@@ -19,6 +21,7 @@ from service.wire import Requests, pointer_of
 from tests.unit.worlds import every_kind
 from trainer.event_pb2 import EventBatch, InputColumn
 from trainer.events import Inputs
+from trainer.hashing import hash_values
 from trainer.settings import Limits
 
 ROWS: list[dict[str, Any]] = [
@@ -112,6 +115,25 @@ def test_rows_as_json_as_messages_and_as_columns_are_the_same_inputs() -> None:
     ]
     as_columns = Messages(wire).candidates(ScoreRequest(columns=CandidateColumns(count=3, columns=columns)))
     assert_same(as_json.inputs, as_columns.inputs)
+
+
+IDS = st.none() | st.integers(-(2**63), 2**63 - 1) | st.text(max_size=5)
+
+
+@given(st.lists(st.tuples(IDS, IDS), max_size=20))
+def test_ids_of_any_mixture_are_the_hashes_of_those_given_in_order(rows: list[tuple[Any, Any]]) -> None:
+    names = ("user_id", "item_id")
+    made = requests().score(msgspec.json.encode({"rows": [dict(zip(names, row, strict=True)) for row in rows]})).inputs
+    for k, name in enumerate(names):
+        given_B = [row[k] is not None for row in rows]
+        ids = [int(hash_values([str(row[k])])[0]) for row in rows if row[k] is not None]
+        assert (name in made.columns) == any(given_B)
+        if any(given_B):
+            column = made.columns[name]
+            assert column.ids is not None
+            assert column.ids.tolist() == ids
+            assert (column.given_B is None) == all(given_B)
+            assert column.given_B is None or column.given_B.tolist() == given_B
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
