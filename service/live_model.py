@@ -16,7 +16,7 @@ from trainer.entities import RecordLayout
 from trainer.errors import SchemaMismatch, SettingsError, StoreUnavailable, UnsupportedByEventEngine
 from trainer.events import Features, Inputs, derive, merge_context
 from trainer.hashing import MISSING_ID
-from trainer.live import LEARNED, Reader, ShardView, StoreState
+from trainer.live import LEARNED, UNKNOWN, Reader, ShardView, StoreState
 from trainer.probe import EMPTY
 from trainer.publish import entity_section, missing_status, row_section
 from trainer.schema import Schema, Table
@@ -128,7 +128,9 @@ class LiveModel:
         self._ready()
         stamp = self._stamp()
         words_NW, status_N = self._reader.gather(row_section(table), ids_N)
-        status_N[status_N != LEARNED] = missing_status(table)
+        missing = missing_status(table)
+        if missing != UNKNOWN:
+            status_N[status_N != LEARNED] = missing
         vectors_ND = words_NW[:, : table.width].view(np.float32)  # the last word is the id's wide weight
         return Rows(table, np.ascontiguousarray(vectors_ND), status_N, stamp)
 

@@ -108,7 +108,8 @@ class Calls:
         if self.parts.access is not None and self.parts.quotas.is_on:  # the token was checked before the call began
             with contextlib.suppress(ServiceError):  # it has just expired: the next call will be refused
                 token = self.parts.access.token((metadata(context, "authorization") or "").encode()).name
-        exchange.client = client_key(token, context.peer())
+        if self.parts.quotas.is_on:
+            exchange.client = client_key(token, context.peer())
         remaining_s = context.time_remaining()
         longest_s = self.parts.settings.serving.request_timeout_s
         exchange.limit(longest_s if remaining_s is None else min(remaining_s, longest_s))
