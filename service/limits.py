@@ -1,6 +1,7 @@
 """Limits on what arrives, before anything is parsed: bytes of a body, time it may take, its type, requests at once."""
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
@@ -56,13 +57,15 @@ def check_type(content_type: bytes | None, allowed: frozenset[bytes]) -> bytes:
 
 async def read_body(receive: Receive, limits: Limits, *, timeout_s: float) -> bytes:
     """All of a body. Raises ServiceError (`too_large`, `deadline_exceeded`) or ClientGone."""
+    message = _at_hand(receive)  # mostly all of it, and then no timer is needed
     chunks: list[bytes] = []
     num_bytes = 0
+    more = True
     try:
-        async with asyncio.timeout(timeout_s):
-            more = True
+        async with asyncio.timeout(timeout_s) if _is_partial(message) else contextlib.nullcontext():
             while more:
-                message = await receive()
+                if message is None:
+                    message = await receive()
                 if message["type"] == "http.disconnect":
                     raise ClientGone
                 more = message.get("more_body", False)
@@ -72,6 +75,7 @@ async def read_body(receive: Receive, limits: Limits, *, timeout_s: float) -> by
                     chunks.append(chunk)
                 elif num_bytes > MAX_DRAINED_BODIES * limits.body_bytes:
                     break
+                message = None
     except TimeoutError:
         raise ServiceError("deadline_exceeded", f"the body did not arrive within {timeout_s:g} s") from None
     if num_bytes > limits.body_bytes:
@@ -81,13 +85,25 @@ async def read_body(receive: Receive, limits: Limits, *, timeout_s: float) -> by
 
 def is_gone(receive: Receive) -> bool:
     """Whether the client of a request whose body is read has closed its connection. Lets nobody else run meanwhile."""
+    message = _at_hand(receive)
+    return message is not None and message["type"] == "http.disconnect"
+
+
+def _at_hand(receive: Receive) -> Message | None:
+    """The next message, if it is there without waiting."""
     asking = receive().__await__()
     try:
         next(asking)  # as far as it goes without waiting
     except StopIteration as answered:
-        return bool(answered.value["type"] == "http.disconnect")
+        message: Message = answered.value
+        return message
     asking.close()
-    return False
+    return None
+
+
+def _is_partial(message: Message | None) -> bool:
+    """Whether there is more of a body to wait for."""
+    return message is None or message.get("more_body", False)
 
 
 def too_large(limits: Limits) -> ServiceError:
