@@ -210,6 +210,8 @@ class LiveModel:
 
     def _unknown(self, features: Features, status_BC: UInt8s) -> list[tuple[int, list[str]]]:
         """Rows with ids that are not learned, and the names of those features; one list per combination, shared."""
+        if status_BC.all():  # UNKNOWN is 0
+            return []
         missing_BC = (status_BC != LEARNED) & (features.ids_BC != EMPTY) & (features.ids_BC != MISSING_ID)
         if not missing_BC.any():
             return []
