@@ -23,8 +23,9 @@ $(KERNELS): .venv/.livebed-setup $(wildcard trainer/*.py)
 demo: setup ## start everything, replay a real click log against it, then keep serving
 	@$(PYTHON_ENV)/livebed demo
 
-test: setup ## run all tests (unit, contract, system)
-	@$(PYTHON_ENV)/python -m pytest -q
+test: setup ## run all tests (unit, contract, system), two files at a time; those that measure time alone, afterwards
+	@$(PYTHON_ENV)/python -m pytest -q -n 2 --dist loadfile -m "not alone"
+	@$(PYTHON_ENV)/python -m pytest -q -m alone
 
 check: setup ## linters, types, architecture, wire format and API unbroken, generated code, licences, advisories
 	$(PYTHON_ENV)/ruff check .

@@ -15,6 +15,8 @@ import redis
 from service.keepalive import KeepAlive
 from tests.system.running import Running, alive, system, wait_until
 
+pytestmark = pytest.mark.alone
+
 SCORE = {"rows": [{"user_id": 1, "video_id": 2}]}
 EVENT = [{"features": {"user_id": 1, "video_id": 1}, "label": 1}]
 MENDED_S = 20.0

@@ -13,6 +13,8 @@ from service.client import Client
 from service.keepalive import KeepAlive
 from tests.system.running import Running, system
 
+pytestmark = pytest.mark.alone
+
 SCORE = b'{"rows": [{"user_id": 1, "video_id": 2}]}'
 EVENT = b'[{"features": {"user_id": 1, "video_id": 1}, "label": 1}]'
 SERVING = health_pb2.HealthCheckResponse.SERVING

@@ -18,6 +18,8 @@ from tests.system.running import Running, system, wait_until
 from trainer.checkpoint import load_latest
 from trainer.hashing import hash_values
 
+pytestmark = pytest.mark.alone
+
 ROWS = {"rows": [{"user_id": user, "video_id": user} for user in range(20)]}
 
 

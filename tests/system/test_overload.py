@@ -14,6 +14,8 @@ import pytest
 from service.keepalive import KeepAlive
 from tests.system.running import Running, system
 
+pytestmark = pytest.mark.alone
+
 EVENTS = orjson.dumps([{"features": {"user_id": k, "video_id": 7 * k}, "label": k % 2} for k in range(512)])
 SCORE = orjson.dumps({"context": {"user_id": 1}, "candidates": [{"video_id": k} for k in range(100)]})
 LARGE_SCORE = orjson.dumps({"candidates": [{"user_id": 1, "video_id": k} for k in range(1000)]})

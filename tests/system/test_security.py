@@ -26,6 +26,8 @@ from service.token_file import create, revoke
 from tests.certificates import Authority
 from tests.system.running import Running, short_directory, system, wait_until
 
+pytestmark = pytest.mark.alone
+
 SCORE = {"rows": [{"user_id": 1, "video_id": 2}]}
 MIB = 2**20
 ANYWHERE = "0.0.0.0"  # noqa: S104 - refused
