@@ -3,7 +3,7 @@ from array import array
 import numpy as np
 import pytest
 import xxhash
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.hashing import MISSING_ID, hash_integers, hash_together, hash_values, integers_of
@@ -15,11 +15,13 @@ def reference(value: str | int) -> int:
     return int(np.uint64(xxhash.xxh64_intdigest(str(value).encode())).astype(np.int64))
 
 
+@settings(deadline=None)  # the first call loads or compiles
 @given(st.lists(st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=100), max_size=20))
 def test_strings_hash_as_xxh64_of_their_utf8_text(values: list[str]) -> None:
     assert hash_values(values).tolist() == [reference(v) for v in values]
 
 
+@settings(deadline=None)  # the first call loads or compiles
 @given(st.lists(st.integers(), max_size=20))
 def test_integers_of_any_size_hash_as_their_decimal_text(values: list[int]) -> None:
     assert hash_values(values).tolist() == [reference(v) for v in values]
@@ -34,6 +36,7 @@ def test_texts_that_hold_nul_hash_like_others() -> None:
     assert hash_values(values).tolist() == [reference(v) for v in values]
 
 
+@settings(deadline=None)  # the first call loads or compiles
 @given(st.lists(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=5), max_size=5))
 def test_columns_hashed_together_have_the_ids_that_each_has_alone(columns: list[list[int]]) -> None:
     together = hash_together([array("q", column) for column in columns])

@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import orjson
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from service.answers import safe_integer
@@ -120,6 +120,7 @@ def test_rows_as_json_as_messages_and_as_columns_are_the_same_inputs() -> None:
 IDS = st.none() | st.integers(-(2**63), 2**63 - 1) | st.text(max_size=5)
 
 
+@settings(deadline=None)  # the first call loads or compiles
 @given(st.lists(st.tuples(IDS, IDS), max_size=20))
 def test_ids_of_any_mixture_are_the_hashes_of_those_given_in_order(rows: list[tuple[Any, Any]]) -> None:
     names = ("user_id", "item_id")
