@@ -15,7 +15,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from service.client import CallError, Client
-from service.scopes import SCOPES
+from service.rest import Face
+from service.scopes import SCOPES, http_scope
 from service.scoring_service_pb2 import ScoreRequest
 from service.scoring_service_pb2_grpc import ScoringServiceStub
 from service.token_file import create, revoke
@@ -263,3 +264,16 @@ def test_no_token_gets_into_a_log_an_answer_or_a_metric(guarded: Guarded, caplog
     ]
     said.append(guarded.call("GET /metrics", guarded.tokens["metrics"], admin=True).text)
     assert not any(secret in text for text in said for secret in (good, bad, good[4:], bad[4:]))
+
+
+def test_every_route_is_in_the_table_of_scopes(guarded: Guarded) -> None:
+    face = Face(guarded.worker.worker.parts)
+    routes = [*face.routes(), *face.admin_routes(), ("/metrics", "GET", None)]
+    missing = [(method, path) for path, method, _ in routes if http_scope(method, path) == "admin"]
+    assert {f"{method} {path}" for method, path in missing} == {
+        "DELETE /v1/tables/{table}/embeddings/{id}",
+        "POST /v1/tables/{table}:resize",
+        "POST /v1/model/versions/{version}:activate",
+        "POST /v1/model:release",
+        "POST /v1/checkpoints",
+    }

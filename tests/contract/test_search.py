@@ -184,7 +184,7 @@ def test_a_forgotten_id_is_no_longer_found(which: str, request: pytest.FixtureRe
     worker: RunningWorker = request.getfixturevalue(which)
     learn(worker, ["here", "gone"])
     gone = str(hash_values(["gone"])[0])
-    assert gone in near_user(worker, "here", k=1000)["keys"]
+    wait_until(lambda: gone in near_user(worker, "here", k=1000)["keys"], within_s=10)
     assert worker.admin.delete("/v1/tables/user/embeddings/gone").status_code == 202
     wait_until(lambda: gone not in near_user(worker, "here", k=1000)["keys"], within_s=10)
     assert gone not in near_user(worker, "here", k=1000)["keys"]

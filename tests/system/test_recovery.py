@@ -12,6 +12,8 @@ from tests.system import recovery_worlds as worlds
 from tests.system.kill_points import EFFECTS, NEVER_S, Kill
 from trainer.broker import Broker
 
+pytestmark = pytest.mark.alone
+
 NUM_KILLS = 3 * len(EFFECTS)  # each effect before, after and in the middle: about one in five calls never comes
 TWICE = 10  # trials that are killed twice
 

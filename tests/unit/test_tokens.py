@@ -8,8 +8,7 @@ import pytest
 
 from service.access import Access
 from service.errors import ServiceError
-from service.rest import Face
-from service.scopes import HTTP, RPC, SCOPES, http_scope, rpc_scope
+from service.scopes import HTTP, RPC, SCOPES, rpc_scope
 from service.token_file import create, revoke
 from service.tokens import MAX_TOKENS, digest, find, read_tokens
 from trainer.errors import LivebedError, SettingsError
@@ -154,19 +153,6 @@ def test_a_file_that_is_as_it_was_is_not_read_again(path: Path, caplog: pytest.L
     before = access.watched.content
     access.watched.refresh()
     assert access.watched.content is before
-
-
-def test_every_route_is_in_the_table_of_scopes() -> None:
-    face = Face.__new__(Face)  # its routes need no parts
-    routes = [*face.routes(), *face.admin_routes(), ("/metrics", "GET", None)]
-    missing = [(method, path) for path, method, _ in routes if http_scope(method, path) == "admin"]
-    assert {f"{method} {path}" for method, path in missing} == {
-        "DELETE /v1/tables/{table}/embeddings/{id}",
-        "POST /v1/tables/{table}:resize",
-        "POST /v1/model/versions/{version}:activate",
-        "POST /v1/model:release",
-        "POST /v1/checkpoints",
-    }
 
 
 def test_the_table_names_known_scopes_alone() -> None:
