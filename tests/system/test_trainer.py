@@ -75,7 +75,11 @@ class TrainerProcess:
             return None
 
     def wait_for(self, step: int) -> None:
-        until(lambda: self.state().step >= step, f"{step} examples learned")
+        def learned() -> bool:
+            state = self.state()  # none for a moment while one generation takes another's place
+            return state is not None and state.step >= step
+
+        until(learned, f"{step} examples learned")
 
     def snapshot(self) -> Snapshot:
         loaded = load_latest(self.settings.checkpoint_path)
