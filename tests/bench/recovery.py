@@ -21,7 +21,7 @@ from tests.system import recovery_worlds as worlds
 from tests.system.kill_points import EFFECTS
 from trainer.board import Board
 from trainer.broker import Broker
-from trainer.checkpoint import load, load_latest
+from trainer.checkpoint import load, load_latest, number_of
 from trainer.events import EventBatch, Features
 from trainer.outlet import Outlet
 from trainer.saver import Saver
@@ -134,7 +134,7 @@ def measure_state(directory: Path, quick: bool) -> dict[str, Any]:
     del restored
     began_s = time.perf_counter()
     older, _ = TrainingState.from_snapshot(settings, load(path))
-    outlet.roll_back(older, 1)
+    outlet.roll_back(older, number_of(path))
     rollback_s = time.perf_counter() - began_s
     began_s = time.perf_counter()
     outlet.release(state)
