@@ -21,7 +21,7 @@ import httpx
 import pytest
 
 from service.client import CallError, Client, Tls
-from service.http_server import HEAD_S
+from service.http_server import HANDSHAKE_S, HEAD_S
 from service.token_file import create, revoke
 from tests.certificates import Authority
 from tests.system.running import Running, short_directory, system, wait_until
@@ -204,6 +204,16 @@ def test_no_token_is_in_any_log_or_file_of_the_system(guarded: Secured) -> None:
     guarded.ask(token, "POST", "/v1/events", [])
     written = [guarded.output, *(path for path in guarded.run_dir.rglob("*") if path.is_file()), guarded.tokens]
     assert re.findall(rb"lbd_[A-Za-z0-9_-]{8,}", b"".join(path.read_bytes() for path in written)) == []
+
+
+def test_a_handshake_that_does_not_end_is_given_up_over_http_and_grpc(guarded: Secured) -> None:
+    ports = (guarded.http_port, guarded.grpc_port)
+    opened = [socket.create_connection(("127.0.0.1", port), timeout=HANDSHAKE_S + 5) for port in ports]
+    for connection in opened:
+        connection.sendall(b"\x16\x03\x01\x02\x00")  # the first bytes of a hello of 512
+    for connection in opened:
+        assert connection.recv(4096) in {b"", b"\x15\x03\x01\x00\x02\x02\x32"}  # closed; maybe with an alert
+        connection.close()
 
 
 def test_mtls_answers_who_has_a_certificate_and_nobody_else() -> None:
